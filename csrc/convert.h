@@ -1,0 +1,93 @@
+// Element types to and from the type a block is computed in, with integer arithmetic that every
+// compiler vectorises and that gives the same bits on every instruction set.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "tables.h"
+
+namespace ngn {
+inline namespace NGN_ISA {
+
+struct bfloat16 { uint16_t bits; };
+struct float16 { uint16_t bits; };
+
+template <typename To, typename From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+inline double widen(double value) { return value; }
+inline float widen(float value) { return value; }
+inline float widen(bfloat16 value) { return bit_cast<float>(uint32_t(value.bits) << 16); }
+inline float widen(float16 value) {
+  const uint32_t sign = uint32_t(value.bits & 0x8000u) << 16;
+  const uint32_t shifted = uint32_t(value.bits & 0x7fffu) << 13;
+  // Re-bias the exponent by a multiplication, which also normalises subnormals.
+  const uint32_t scaled = bit_cast<uint32_t>(bit_cast<float>(shifted) * 0x1p112f);
+  const uint32_t special = shifted | 0x7f800000u;
+  return bit_cast<float>((shifted >= 0x0f800000u ? special : scaled) | sign);
+}
+
+inline void narrow(double value, double& to) { to = value; }
+inline void narrow(double value, float& to) { to = static_cast<float>(value); }
+inline void narrow(float value, double& to) { to = value; }
+inline void narrow(float value, float& to) { to = value; }
+
+// Round to nearest even; the caller has made sure that the result is finite.
+inline void narrow(float value, bfloat16& to) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  to.bits = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+inline void narrow(float value, float16& to) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t sign = bits & 0x80000000u;
+  const uint32_t magnitude = bits ^ sign;
+  // Below 2^-14 the result is subnormal: adding 0.5 lets the adder round at bit 2^-24.
+  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  to.bits = static_cast<uint16_t>((magnitude < 0x38800000u ? subnormal : normal) | (sign >> 16));
+}
+inline void narrow(double value, bfloat16& to) { narrow(static_cast<float>(value), to); }
+inline void narrow(double value, float16& to) { narrow(static_cast<float>(value), to); }
+
+// The smallest magnitude that a storage type rounds to infinity.
+template <typename T>
+inline T overflow_limit(DType type) {
+  constexpr T infinity = std::numeric_limits<T>::infinity();
+  switch (type) {
+    case DType::float64: return infinity;
+    case DType::float32: return sizeof(T) > 4 ? static_cast<T>(0x1.ffffffp127) : infinity;
+    case DType::bfloat16: return static_cast<T>(0x1.ffp127);
+    case DType::float16: return static_cast<T>(65520.0);
+  }
+  return infinity;
+}
+
+inline int64_t size_of(DType type) {
+  switch (type) {
+    case DType::float64: return 8;
+    case DType::float32: return 4;
+    case DType::bfloat16:
+    case DType::float16: return 2;
+  }
+  return 0;
+}
+
+template <typename F>
+inline void with_type(DType type, F&& f) {
+  switch (type) {
+    case DType::float64: return f(double{});
+    case DType::float32: return f(float{});
+    case DType::bfloat16: return f(bfloat16{});
+    case DType::float16: return f(float16{});
+  }
+}
+
+}  // namespace NGN_ISA
+}  // namespace ngn

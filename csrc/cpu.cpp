@@ -1,0 +1,302 @@
+// Loops over chunks, blocks and lanes. Compiled once per instruction set (NGN_ISA); no contraction
+// and a fixed number of lanes make the results the same bits on all of them, for any thread count.
+#include <atomic>
+#include <cstdint>
+
+#include "convert.h"
+#include "engine.h"
+#include "rule.h"
+#include "rule_switch.h"
+
+#define NGN_CONCAT_(a, b) a##b
+#define NGN_CONCAT(a, b) NGN_CONCAT_(a, b)
+
+namespace ngn {
+namespace {
+
+constexpr int64_t BLOCK = 512;  // staged and summed at once; four columns of it stay in the L1 cache
+constexpr int LANES = 16;       // partial sums side by side, so that they vectorise without reordering
+
+// `n` elements at `data` as the compute type: in place where the type is the same, or through `stage`.
+template <typename T>
+const T* stage_in(const void* data, DType type, int64_t begin, int64_t n, T* stage) {
+  const char* address = static_cast<const char*>(data) + begin * size_of(type);
+  const bool in_place = type == (sizeof(T) == 8 ? DType::float64 : DType::float32);
+  if (in_place && reinterpret_cast<uintptr_t>(address) % alignof(T) == 0) {
+    return reinterpret_cast<const T*>(address);
+  }
+  with_type(type, [&](auto element) {
+    using E = decltype(element);
+    for (int64_t i = 0; i < n; ++i) {
+      E value;
+      std::memcpy(&value, address + i * sizeof(E), sizeof(E));
+      stage[i] = static_cast<T>(widen(value));
+    }
+  });
+  return stage;
+}
+
+template <typename T>
+void stage_out(void* data, DType type, int64_t begin, int64_t n, const T* values) {
+  char* address = static_cast<char*>(data) + begin * size_of(type);
+  if (static_cast<const void*>(values) == address) return;
+  with_type(type, [&](auto element) {
+    using E = decltype(element);
+    for (int64_t i = 0; i < n; ++i) {
+      E value;
+      narrow(values[i], value);
+      std::memcpy(address + i * sizeof(E), &value, sizeof(E));
+    }
+  });
+}
+
+// One column of a row while a block of it is worked on; a column that the rule lacks stays null.
+template <typename T>
+struct Column {
+  Column(const void* data, DType type) : data(const_cast<void*>(data)), type(type) {}
+
+  void* data;
+  DType type;
+  alignas(64) T stage[BLOCK];
+
+  const T* in(int64_t begin, int64_t n) { return stage_in(data, type, begin, n, stage); }
+  T* inout(int64_t begin, int64_t n) { return const_cast<T*>(in(begin, n)); }
+  void out(int64_t begin, int64_t n, const T* values) { stage_out(data, type, begin, n, values); }
+};
+
+template <bool RMS, bool REGULARISED, typename T>
+void reduce_block(const T* __restrict x, const T* __restrict v, const T* __restrict g, int64_t n,
+                  const Coefficients<T>& coefficients, double* weighted, double* alignment) {
+  const Coefficients<T> k = coefficients;
+  T weighted_lane[LANES] = {}, alignment_lane[LANES] = {};
+  const auto lane = [&](int64_t i, int j) {
+    contribute<RMS, REGULARISED, T>(REGULARISED ? x[i] : T(0), RMS ? v[i] : T(0), g[i], k,
+                                    weighted_lane[j], alignment_lane[j]);
+  };
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    for (int j = 0; j < LANES; ++j) lane(i + j, j);
+  }
+  for (int j = 0; i + j < n; ++j) lane(i + j, j);
+  for (int j = 0; j < LANES; ++j) {
+    weighted[j] += weighted_lane[j];
+    alignment[j] += alignment_lane[j];
+  }
+}
+
+template <bool MOMENTUM, bool COORDINATE, bool RMS, typename T>
+bool update_block(T* __restrict x, T* __restrict m, T* __restrict v, const T* __restrict g, int64_t n,
+                  const Coefficients<T>& coefficients) {
+  const Coefficients<T> k = coefficients;
+  T kept = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    T m_i = MOMENTUM ? m[i] : T(0), v_i = RMS ? v[i] : T(0), x_i = x[i];
+    const bool finite = update<MOMENTUM, COORDINATE, RMS, T>(x_i, m_i, v_i, g[i], k);
+    x[i] = x_i;
+    if constexpr (MOMENTUM) m[i] = m_i;
+    if constexpr (RMS) v[i] = v_i;
+    kept = finite ? kept : T(1);
+  }
+  return kept != 0;
+}
+
+bool computes_in_double(const Bucket& bucket) {
+  return bucket.x_type == DType::float64 || bucket.g_type == DType::float64 ||
+         bucket.state_type == DType::float64;
+}
+
+double sum_lanes(const double* lanes) {
+  double total = 0;
+  for (int j = 0; j < LANES; ++j) total += lanes[j];
+  return total;
+}
+
+Sums sum_buckets(const Bucket& bucket) {
+  Sums total = {};
+  for (int64_t i = 0; i < bucket.bucket_count; ++i) {
+    total.weighted += bucket.sums[i].weighted;
+    total.alignment += bucket.sums[i].alignment;
+    total.norm += bucket.sums[i].norm;
+  }
+  return total;
+}
+
+// Coefficients change only with the group and the step count, which neighbouring rows share.
+template <typename T>
+class CoefficientCache {
+ public:
+  CoefficientCache(const Bucket& bucket, const Rule& rule, double clip, double rho)
+      : bucket_(bucket), rule_(rule), clip_(clip), rho_(rho) {}
+
+  const Coefficients<T>& of(const TensorRow& row) {
+    const double count = static_cast<double>(*row.step) + 1;
+    if (row.group != group_ || count != count_) {
+      group_ = row.group;
+      count_ = count;
+      k_ = coefficients<T>(rule_, bucket_.groups[group_], count, bucket_.scalars->height,
+                           bucket_.scalars->grad_scale, clip_, rho_,
+                           overflow_limit<T>(bucket_.x_type), overflow_limit<T>(bucket_.state_type));
+    }
+    return k_;
+  }
+
+ private:
+  const Bucket& bucket_;
+  const Rule& rule_;
+  double clip_, rho_;
+  int64_t group_ = -1;
+  double count_ = 0;
+  Coefficients<T> k_;
+};
+
+// Hands the chunks out one by one, in order or in reverse, to `threads` threads.
+template <typename Work>
+void for_each_chunk(int64_t count, int threads, bool reverse, Work&& make_worker) {
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    int64_t count;
+    bool reverse;
+    Work* make_worker;
+  } shared;
+  shared.count = count;
+  shared.reverse = reverse;
+  shared.make_worker = &make_worker;
+  const int team = static_cast<int>(count < threads ? count : threads);
+  run_team(
+      [](void* data) {
+        Shared& shared = *static_cast<Shared*>(data);
+        auto worker = (*shared.make_worker)();
+        for (;;) {
+          const int64_t i = shared.next.fetch_add(1, std::memory_order_relaxed);
+          if (i >= shared.count) return;
+          worker(shared.reverse ? shared.count - 1 - i : i);
+        }
+      },
+      &shared, team);
+}
+
+template <bool RMS, bool REGULARISED, typename T>
+void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int threads) {
+  for_each_chunk(bucket.chunk_count, threads, false, [&] {
+    return [&, cache = CoefficientCache<T>(bucket, rule, clip, 1.0)](int64_t i) mutable {
+      const Chunk chunk = bucket.chunks[i];
+      const TensorRow row = bucket.row(chunk.row);
+      bucket.partials[i] = {};
+      if (!row.g) return;
+      const Coefficients<T>& k = cache.of(row);
+      Column<T> x(row.x, bucket.x_type), v(row.v, bucket.state_type), g(row.g, bucket.g_type);
+      double weighted[LANES] = {}, alignment[LANES] = {};
+      const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
+      for (int64_t begin = chunk.begin; begin < end; begin += BLOCK) {
+        const int64_t n = end - begin < BLOCK ? end - begin : BLOCK;
+        reduce_block<RMS, REGULARISED, T>(REGULARISED ? x.in(begin, n) : nullptr,
+                                          RMS ? v.in(begin, n) : nullptr, g.in(begin, n), n, k,
+                                          weighted, alignment);
+      }
+      const Group& group = bucket.groups[row.group];
+      const double sum = sum_lanes(weighted);
+      bucket.partials[i] = {effective_lr(rule, group) * sum,
+                            group.lr * group.weight_decay * sum_lanes(alignment), RMS ? 0.0 : sum};
+    };
+  });
+}
+
+void reduce(const Bucket& bucket, const Rule& rule, int threads) {
+  // A rule without RMS sums unclipped gradients: shrink() applies the clip factor to its sum.
+  const double clip = rule.rms ? clip_factor(sum_buckets(bucket).norm, bucket.scalars->max_grad_norm) : 1.0;
+  const bool wide = computes_in_double(bucket);
+  switch_reduce(rule, [&](auto rms, auto regularised) {
+    if (wide) {
+      reduce_chunks<rms.value, regularised.value, double>(bucket, rule, clip, threads);
+    } else {
+      reduce_chunks<rms.value, regularised.value, float>(bucket, rule, clip, threads);
+    }
+  });
+  Sums total = {};
+  for (int64_t i = 0; i < bucket.chunk_count; ++i) {
+    total.weighted += bucket.partials[i].weighted;
+    total.alignment += bucket.partials[i].alignment;
+    total.norm += bucket.partials[i].norm;
+  }
+  Sums& sums = bucket.sums[bucket.index];
+  sums.weighted = total.weighted;
+  sums.alignment = total.alignment;
+  if (!rule.rms) sums.norm = total.norm;
+}
+
+// True if any element kept its old value.
+template <bool MOMENTUM, bool COORDINATE, bool RMS, typename T>
+bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, int threads) {
+  std::atomic<bool> kept{false};
+  for_each_chunk(bucket.chunk_count, threads, true, [&] {
+    return [&, cache = CoefficientCache<T>(bucket, rule, shrink.clip, shrink.rho)](int64_t i) mutable {
+      const Chunk chunk = bucket.chunks[i];
+      const TensorRow row = bucket.row(chunk.row);
+      if (!row.g) return;
+      const Coefficients<T>& k = cache.of(row);
+      Column<T> x(row.x, bucket.x_type), m(row.m, bucket.state_type);
+      Column<T> v(row.v, bucket.state_type), g(row.g, bucket.g_type);
+      bool kept_here = false;
+      const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
+      for (int64_t begin = chunk.begin; begin < end; begin += BLOCK) {
+        const int64_t n = end - begin < BLOCK ? end - begin : BLOCK;
+        T* x_block = x.inout(begin, n);
+        T* m_block = MOMENTUM ? m.inout(begin, n) : nullptr;
+        T* v_block = RMS ? v.inout(begin, n) : nullptr;
+        kept_here |= update_block<MOMENTUM, COORDINATE, RMS, T>(x_block, m_block, v_block,
+                                                                g.in(begin, n), n, k);
+        x.out(begin, n, x_block);
+        if (MOMENTUM) m.out(begin, n, m_block);
+        if (RMS) v.out(begin, n, v_block);
+      }
+      if (kept_here) kept.store(true, std::memory_order_relaxed);
+    };
+  });
+  return kept.load();
+}
+
+void apply(const Bucket& bucket, const Rule& rule, int threads, bool last) {
+  const Shrink shrink = ngn::shrink(rule, sum_buckets(bucket), *bucket.scalars);
+  Reason reason = shrink.reason;
+  if (reason == Reason::none) {
+    const bool wide = computes_in_double(bucket);
+    const bool kept = switch_apply(rule, [&](auto momentum, auto coordinate, auto rms) {
+      return wide ? apply_chunks<momentum.value, coordinate.value, rms.value, double>(bucket, rule, shrink, threads)
+                  : apply_chunks<momentum.value, coordinate.value, rms.value, float>(bucket, rule, shrink, threads);
+    });
+    if (kept) reason = Reason::elements_kept;
+    for (int64_t i = 0; i < bucket.rows; ++i) {
+      const TensorRow row = bucket.row(i);
+      if (row.g) *row.step += 1;
+    }
+    bucket.scalars->shrink = shrink.rho;
+  }
+  Report& report = *bucket.report;
+  const int64_t code = static_cast<int64_t>(reason);
+  if (code > report.reason) report.reason = code;
+  if (last && report.reason != 0) {
+    report.skipped += 1;
+    report.last_reason = report.reason;
+    report.reason = 0;
+  }
+}
+
+bool runs_here() {
+#if defined(__AVX512F__)
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+#elif defined(__AVX2__)
+  return __builtin_cpu_supports("avx2");
+#else
+  return true;
+#endif
+}
+
+#define NGN_STRING_(a) #a
+#define NGN_STRING(a) NGN_STRING_(a)
+
+}  // namespace
+
+const Engine NGN_CONCAT(engine_, NGN_ISA) = {NGN_STRING(NGN_ISA), runs_here, reduce, apply};
+
+}  // namespace ngn

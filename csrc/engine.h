@@ -1,0 +1,27 @@
+// What cpu.cpp offers to the bindings: one Engine per instruction set, all with the same results.
+#pragma once
+
+#include "tables.h"
+
+namespace ngn {
+
+constexpr int64_t CHUNK = 16384;  // elements; a multiple of every block and vector size
+
+struct Engine {
+  const char* name;
+  bool (*runs_here)();
+  void (*reduce)(const Bucket&, const Rule&, int threads);
+  void (*apply)(const Bucket&, const Rule&, int threads, bool last);
+};
+
+extern const Engine engine_baseline;
+extern const Engine engine_avx2;  // these two in x86 builds (NGN_X86) only
+extern const Engine engine_avx512;
+
+// Starts a team of threads that all run work(data): OpenMP's, when the process has one loaded.
+using TeamLauncher = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+extern TeamLauncher team_launcher;
+
+void run_team(void (*work)(void*), void* data, int threads);
+
+}  // namespace ngn

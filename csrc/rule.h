@@ -1,0 +1,158 @@
+// The element math, once, for host and device, in the order and with the names of reference.py:
+//   contribute()  one element's part of the sums, nothing is written
+//   shrink()      the sums to rho, the clip factor, and whether the step may happen
+//   update()      one element's new x, m, v
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "tables.h"
+
+#ifdef __CUDACC__
+#define NGN_HD __host__ __device__
+#else
+#define NGN_HD
+#endif
+
+namespace ngn {
+// One inline namespace per instruction set: the linker must not swap one's functions for another's.
+inline namespace NGN_ISA {
+
+// What every element of a chunk shares, in the type the chunk is computed in.
+template <typename T>
+struct Coefficients {
+  T gradient_scale;          // s / grad_scale
+  T beta1, beta2, one_minus_beta2, eps;
+  T inverse_bias;            // 1 / (1 - beta2^t)
+  T step;                    // (1 - beta1) gamma, scalar rules
+  T lr, two_h, numerator;    // (1 - beta1) 2h c, coordinate rules
+  T decay;                   // lambda c, or lambda a
+  T x_limit;                 // the smallest magnitude that x's storage type rounds to infinity
+  T state_limit;
+};
+
+struct Shrink {
+  double rho;
+  double clip;  // s
+  Reason reason;
+};
+
+NGN_HD inline bool is_finite(double value) {
+  return std::fabs(value) <= std::numeric_limits<double>::max();
+}
+
+// s = min(1, max_grad_norm / (norm + 1e-6))
+NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
+  if (!is_finite(max_grad_norm)) return 1.0;
+  const double factor = max_grad_norm / (std::sqrt(norm_squared) + 1e-6);
+  return factor < 1.0 ? factor : 1.0;
+}
+
+// rho = max(0, 2h - W) / (2h + Q), 1 where 0/0
+NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const StepScalars& scalars) {
+  const double h = scalars.height;
+  const double clip = clip_factor(sums.norm, scalars.max_grad_norm);
+  // Without RMS the sum was taken over unclipped gradients.
+  const double q = rule.rms ? sums.weighted : clip * clip * sums.weighted;
+  const double denominator = 2 * h + q;
+  const double above = 2 * h - sums.alignment;
+  const double rho = denominator == 0 ? 1.0 : (above > 0 ? above : 0.0) / denominator;
+
+  Reason reason = Reason::none;
+  const double norm = is_finite(scalars.max_grad_norm) ? sums.norm : 0.0;
+  if (scalars.found_inf != 0) {
+    reason = Reason::amp_overflow;
+  } else if (!is_finite(h)) {
+    reason = Reason::loss_not_finite;
+  } else if (h < 0) {
+    reason = Reason::loss_below_floor;
+  } else if (!is_finite(sums.weighted + sums.alignment + norm)) {
+    reason = Reason::gradient_not_finite;
+  }
+  return {rho, clip, reason};
+}
+
+// a_j: the lr, or the lr that regularised decay leaves of it
+NGN_HD inline double effective_lr(const Rule& rule, const Group& group) {
+  return rule.regularised ? group.lr / (1 + group.weight_decay * group.lr) : group.lr;
+}
+
+template <typename T>
+NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group, double step_count,
+                                           double height, double grad_scale, double clip, double rho,
+                                           T x_limit, T state_limit) {
+  const double a = effective_lr(rule, group);
+  const double bias = 1 - std::pow(group.beta2, step_count);
+  Coefficients<T> k;
+  k.gradient_scale = static_cast<T>(clip / grad_scale);
+  k.beta1 = static_cast<T>(group.beta1);
+  k.beta2 = static_cast<T>(group.beta2);
+  k.one_minus_beta2 = static_cast<T>(1 - group.beta2);
+  k.eps = static_cast<T>(group.eps);
+  k.inverse_bias = static_cast<T>(1 / bias);
+  k.step = static_cast<T>((1 - group.beta1) * a * rho);
+  k.lr = static_cast<T>(group.lr);
+  k.two_h = static_cast<T>(2 * height);
+  k.numerator = static_cast<T>((1 - group.beta1) * 2 * height * group.lr);
+  k.decay = static_cast<T>(group.weight_decay * a);
+  k.x_limit = x_limit;
+  k.state_limit = state_limit;
+  return k;
+}
+
+// v <- beta2 v + (1 - beta2) g^2
+template <typename T>
+NGN_HD inline T second_moment(T v, T g, const Coefficients<T>& k) {
+  return k.beta2 * v + k.one_minus_beta2 * (g * g);
+}
+
+// D = eps + sqrt(v / (1 - beta2^t))
+template <typename T>
+NGN_HD inline T preconditioner(T v, const Coefficients<T>& k) {
+  return k.eps + std::sqrt(v * k.inverse_bias);
+}
+
+template <bool RMS, bool REGULARISED, typename T>
+NGN_HD inline void contribute(T x, T v, T g, const Coefficients<T>& k, T& weighted, T& alignment) {
+  g *= k.gradient_scale;
+  if constexpr (RMS) {
+    weighted += g * g / preconditioner(second_moment(v, g, k), k);
+  } else {
+    weighted += g * g;
+  }
+  if constexpr (REGULARISED) alignment += g * x;
+}
+
+// False, and nothing changed, where a new value would not be finite in its storage type.
+template <bool MOMENTUM, bool COORDINATE, bool RMS, typename T>
+NGN_HD inline bool update(T& x, T& m, T& v, T g, const Coefficients<T>& k) {
+  g *= k.gradient_scale;
+  T v_new = 0, d = 1;
+  if constexpr (RMS) {
+    v_new = second_moment(v, g, k);
+    d = preconditioner(v_new, k);
+  }
+  T m_new;
+  if constexpr (COORDINATE) {
+    const T denominator = k.two_h * d + k.lr * (g * g);
+    m_new = denominator == 0 ? T(0) : k.numerator * g / denominator;
+  } else {
+    m_new = k.step * g / d;
+  }
+  m_new += k.decay * x;
+  if constexpr (MOMENTUM) m_new += k.beta1 * m;
+  const T x_new = x - m_new;
+
+  bool finite = std::fabs(x_new) < k.x_limit;
+  if constexpr (MOMENTUM) finite &= std::fabs(m_new) < k.state_limit;
+  if constexpr (RMS) finite &= v_new < k.state_limit;
+  x = finite ? x_new : x;
+  if constexpr (MOMENTUM) m = finite ? m_new : m;
+  if constexpr (RMS) v = finite ? v_new : v;
+  return finite;
+}
+
+}  // namespace NGN_ISA
+}  // namespace ngn

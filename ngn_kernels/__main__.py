@@ -1,0 +1,3 @@
+from .doctor import main
+
+main()

@@ -1,0 +1,37 @@
+import numpy as np
+
+CHUNK: int
+
+class DType:
+    float64: DType
+    float32: DType
+    bfloat16: DType
+    float16: DType
+
+class Rule:
+    def __init__(
+        self, *, momentum: bool, coordinate: bool, rms: bool, regularised: bool
+    ) -> None: ...
+
+class Bucket:
+    def __init__(
+        self,
+        *,
+        table: np.ndarray,
+        chunks: np.ndarray,
+        groups: np.ndarray,
+        scalars: np.ndarray,
+        sums: np.ndarray,
+        index: int,
+        report: np.ndarray,
+        x_type: DType,
+        g_type: DType,
+        state_type: DType,
+    ) -> None: ...
+    def reduce(self, rule: Rule, threads: int) -> None: ...
+    def apply(self, rule: Rule, threads: int, last: bool) -> None: ...
+
+def isas() -> list[str]: ...
+def isa() -> str: ...
+def use_isa(name: str) -> None: ...
+def use_team_launcher(address: int) -> None: ...

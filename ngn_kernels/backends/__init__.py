@@ -1,0 +1,105 @@
+"""The protocol of a backend, and which one serves a bucket."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from ..plan import Bucket, BucketKey
+from ..rules import Rule
+
+
+class Backend(Protocol):
+    """Two passes over a bucket. Neither returns anything to Python or waits for the device."""
+
+    name: str
+
+    def unfit(self, key: BucketKey) -> str | None:
+        """Why this backend cannot serve such a bucket, or None."""
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Build the tables that stay the same while the plan does."""
+
+    def reduce(self, bucket: Bucket, rule: Rule) -> None:
+        """Write the bucket's row of `bucket.sums`, and nothing else."""
+
+    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
+        """From the sums of all buckets, update parameters, state and report in place.
+
+        The last bucket's apply counts the step if any bucket had a reason to.
+        """
+
+
+NAMES = ("triton", "cpu", "reference")
+
+
+class Unavailable(RuntimeError):
+    """Raised by a backend's module when it cannot run here; the message says why and what to do."""
+
+
+@cache
+def _load(name: str) -> Backend | str:
+    """The backend, or the reason why it cannot run here."""
+    try:
+        backend: Backend = importlib.import_module(f"{__name__}.{name}").load()
+    except Unavailable as reason:
+        return str(reason)
+    return backend
+
+
+def availability() -> dict[str, str | None]:
+    """Each backend's name, with None if it can run here or else the reason why not."""
+    loaded = {name: _load(name) for name in NAMES}
+    return {name: b if isinstance(b, str) else None for name, b in loaded.items()}
+
+
+def check_backend(name: str) -> None:
+    """Raise unless `name` is "auto" or a backend that can run here."""
+    if name == "auto":
+        return
+    if name not in NAMES:
+        known = ", ".join(repr(n) for n in ("auto", *NAMES))
+        raise ValueError(f"unknown backend {name!r}: choose one of {known}")
+    loaded = _load(name)
+    if isinstance(loaded, str):
+        raise RuntimeError(f'backend="{name}" cannot run here: {loaded}')
+
+
+def select_backend(name: str, key: BucketKey) -> Backend:
+    """The backend for a bucket: the one asked for or an error, or the best that `auto` finds."""
+    if name != "auto":
+        check_backend(name)
+        backend = _load(name)
+        assert not isinstance(backend, str)
+        reason = backend.unfit(key)
+        if reason:
+            raise RuntimeError(f'backend="{name}" cannot serve these parameters: {reason}')
+        return backend
+    preferred = "cpu" if key.device.type == "cpu" else "triton"
+    backend = _load(preferred)
+    if not isinstance(backend, str):
+        if backend.unfit(key) is None:
+            return backend
+    elif preferred == "cpu" or key.device.type == "cuda":
+        _say_once(preferred, backend)
+    reference = _load("reference")
+    assert not isinstance(reference, str)
+    return reference
+
+
+@cache
+def _say_once(name: str, reason: str) -> None:
+    warnings.warn(
+        f"ngn_kernels: the {name} backend cannot run here ({reason}); "
+        "using the slower reference backend",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+def is_real_float(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)

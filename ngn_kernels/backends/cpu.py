@@ -1,0 +1,101 @@
+"""The C++ extension: fused kernels over all tensors of a bucket, on torch's own threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..plan import Bucket, BucketKey
+from ..rules import Rule
+from . import Unavailable, is_real_float
+
+
+class CpuBackend:
+    name = "cpu"
+
+    def __init__(self, extension: Any) -> None:
+        self.extension = extension
+        self._rule = cache(self._convert)
+
+    def unfit(self, key: BucketKey) -> str | None:
+        if key.device.type != "cpu":
+            return f"they are on {key.device}; it takes tensors on the CPU"
+        for what, dtype in (("parameters", key.param), ("gradients", key.grad)):
+            if not is_real_float(dtype):
+                return f"{what} of {dtype}; float64, float32, bfloat16 and float16 are supported"
+        return None
+
+    def prepare(self, bucket: Bucket) -> None:
+        key, board = bucket.key, bucket.board
+        bucket.prepared = self.extension.Bucket(
+            table=bucket.table,
+            chunks=bucket.chunks(self.extension.CHUNK),
+            groups=board.groups.numpy(),
+            scalars=board.scalars.numpy(),
+            sums=bucket.sums.numpy(),
+            index=bucket.index,
+            report=board.report.numpy(),
+            x_type=self._dtype(key.param),
+            g_type=self._dtype(key.grad),
+            state_type=self._dtype(key.state),
+        )
+
+    def reduce(self, bucket: Bucket, rule: Rule) -> None:
+        bucket.prepared.reduce(self._rule(rule), torch.get_num_threads())
+
+    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
+        bucket.prepared.apply(self._rule(rule), torch.get_num_threads(), last)
+
+    def _dtype(self, dtype: torch.dtype) -> Any:
+        return getattr(self.extension.DType, str(dtype).removeprefix("torch."))
+
+    def _convert(self, rule: Rule) -> Any:
+        return self.extension.Rule(
+            momentum=rule.momentum,
+            coordinate=rule.coordinate,
+            rms=rule.rms,
+            regularised=rule.regularised,
+        )
+
+
+def load() -> CpuBackend:
+    try:
+        from .. import _cpu as extension
+    except ImportError as error:
+        raise Unavailable(_why_missing(error)) from error
+    extension.use_team_launcher(_team_launcher())
+    return CpuBackend(extension)
+
+
+def _why_missing(error: ImportError) -> str:
+    if any(Path(__file__).parent.parent.glob("_cpu.*")):
+        return f"the C++ extension does not load: {error}"
+    compilers = [os.environ.get("CXX"), "c++", "g++", "clang++"]
+    if not any(shutil.which(compiler) for compiler in compilers if compiler):
+        return "the C++ extension is not built: install a C++ compiler (such as g++) and reinstall"
+    return "the C++ extension is not built: a C++ compiler is here now, reinstall ngn_kernels"
+
+
+def _team_launcher() -> int:
+    """The address of GOMP_parallel in the OpenMP library that torch has loaded, or 0.
+
+    Two pools of threads that spin against each other cost milliseconds; so torch's is shared.
+    """
+    folder = Path(torch.__file__).parent
+    patterns = ("lib/libgomp*", "lib/libiomp5*", "lib/libomp*", "../torch.libs/libgomp*")
+    found = [str(path) for pattern in patterns for path in sorted(folder.glob(pattern))]
+    for name in (*found, "libgomp.so.1", "libomp.so.5", "libiomp5.so"):
+        try:
+            # NOLOAD: only a library that the process has already.
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            address = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+        return address or 0
+    return 0

@@ -1,0 +1,85 @@
+"""The grid: every algorithm is one point of four independent choices. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+
+
+class StepSize(Enum):
+    """One step size for all parameters, or one for each coordinate."""
+
+    SCALAR = "scalar"
+    COORDINATE = "coordinate"
+
+
+class Preconditioner(Enum):
+    """What D is: 1, or eps + the root of the bias-corrected second moment."""
+
+    NONE = "none"
+    RMS = "rms"
+
+
+class Decay(Enum):
+    """Where weight decay enters: beside the step, or inside the model that the step minimises."""
+
+    DECOUPLED = "decoupled"
+    REGULARISED = "regularised"
+
+
+class Reason(IntEnum):
+    """Why a step left everything, or some elements, as they were; the largest is reported."""
+
+    NONE = 0
+    AMP_OVERFLOW = 1
+    LOSS_NOT_FINITE = 2
+    LOSS_BELOW_FLOOR = 3
+    GRADIENT_NOT_FINITE = 4
+    ELEMENTS_KEPT = 5
+
+
+@dataclass(frozen=True)
+class Rule:
+    momentum: bool
+    step_size: StepSize
+    preconditioner: Preconditioner
+    decay: Decay = Decay.DECOUPLED
+
+    @property
+    def coordinate(self) -> bool:
+        return self.step_size is StepSize.COORDINATE
+
+    @property
+    def rms(self) -> bool:
+        return self.preconditioner is Preconditioner.RMS
+
+    @property
+    def regularised(self) -> bool:
+        return self.decay is Decay.REGULARISED
+
+    def with_momentum(self, momentum: bool) -> Rule:
+        return replace(self, momentum=momentum)
+
+    def reductions(self, clipping: bool) -> tuple[Rule, ...]:
+        """The sums that must be known before the first write, as rules to reduce in this order.
+
+        D depends on the clipped gradient, so RMS rules need the norm before their own sum; the
+        norm is what NGN reduces. A scalar rule without RMS gets it from its own reduce. Momentum
+        plays no part in a sum, so it is off here and a backend needs no variants for it.
+        """
+        own = () if self.coordinate else (self.with_momentum(False),)
+        return (NORM, *own) if clipping and (self.coordinate or self.rms) else own
+
+
+NORM = Rule(momentum=False, step_size=StepSize.SCALAR, preconditioner=Preconditioner.NONE)
+
+RULES: dict[str, Rule] = {
+    "NGN": NORM,
+    "NGNM": Rule(True, StepSize.SCALAR, Preconditioner.NONE),
+    "NGND": Rule(False, StepSize.COORDINATE, Preconditioner.NONE),
+    "NGND(rms)": Rule(False, StepSize.COORDINATE, Preconditioner.RMS),
+    "NGNMDv1": Rule(True, StepSize.SCALAR, Preconditioner.RMS),
+    "NGNMDv2": Rule(True, StepSize.COORDINATE, Preconditioner.RMS),
+    "DecNGNMDv1": Rule(True, StepSize.SCALAR, Preconditioner.RMS),
+    "NGNMDv1W": Rule(True, StepSize.SCALAR, Preconditioner.RMS, Decay.REGULARISED),
+}
