@@ -7,6 +7,7 @@
 #include "engine.h"
 #include "rule.h"
 #include "rule_switch.h"
+#include "vec.h"
 
 #define NGN_CONCAT_(a, b) a##b
 #define NGN_CONCAT(a, b) NGN_CONCAT_(a, b)
@@ -64,40 +65,53 @@ struct Column {
   void out(int64_t begin, int64_t n, const T* values) { stage_out(data, type, begin, n, values); }
 };
 
+// Full groups of LANES as vectors, the rest as scalars, through the same element function.
 template <bool RMS, bool REGULARISED, typename T>
-void reduce_block(const T* __restrict x, const T* __restrict v, const T* __restrict g, int64_t n,
-                  const Coefficients<T>& coefficients, double* weighted, double* alignment) {
-  const Coefficients<T> k = coefficients;
-  T weighted_lane[LANES] = {}, alignment_lane[LANES] = {};
-  const auto lane = [&](int64_t i, int j) {
-    contribute<RMS, REGULARISED, T>(REGULARISED ? x[i] : T(0), RMS ? v[i] : T(0), g[i], k,
-                                    weighted_lane[j], alignment_lane[j]);
-  };
+void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficients<T> k,
+                  double* weighted, double* alignment) {
+  constexpr int width = VectorOf<T>::lanes, vectors = LANES / width;
+  Vec<T> weighted_vector[vectors] = {}, alignment_vector[vectors] = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
-    for (int j = 0; j < LANES; ++j) lane(i + j, j);
+    for (int j = 0; j < vectors; ++j) {
+      const int64_t at = i + j * width;
+      contribute<RMS, REGULARISED>(REGULARISED ? load(x + at) : Vec<T>{}, RMS ? load(v + at) : Vec<T>{},
+                                   load(g + at), k, weighted_vector[j], alignment_vector[j]);
+    }
   }
-  for (int j = 0; i + j < n; ++j) lane(i + j, j);
+  T weighted_lane[LANES], alignment_lane[LANES];
+  std::memcpy(weighted_lane, weighted_vector, sizeof(weighted_lane));
+  std::memcpy(alignment_lane, alignment_vector, sizeof(alignment_lane));
+  for (int j = 0; i < n; ++i, ++j) {
+    contribute<RMS, REGULARISED>(REGULARISED ? x[i] : T(0), RMS ? v[i] : T(0), g[i], k,
+                                 weighted_lane[j], alignment_lane[j]);
+  }
   for (int j = 0; j < LANES; ++j) {
     weighted[j] += weighted_lane[j];
     alignment[j] += alignment_lane[j];
   }
 }
 
+// True if any element kept its old value.
 template <bool MOMENTUM, bool COORDINATE, bool RMS, typename T>
-bool update_block(T* __restrict x, T* __restrict m, T* __restrict v, const T* __restrict g, int64_t n,
-                  const Coefficients<T>& coefficients) {
-  const Coefficients<T> k = coefficients;
-  T kept = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    T m_i = MOMENTUM ? m[i] : T(0), v_i = RMS ? v[i] : T(0), x_i = x[i];
-    const bool finite = update<MOMENTUM, COORDINATE, RMS, T>(x_i, m_i, v_i, g[i], k);
-    x[i] = x_i;
-    if constexpr (MOMENTUM) m[i] = m_i;
-    if constexpr (RMS) v[i] = v_i;
-    kept = finite ? kept : T(1);
+bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T> k) {
+  constexpr int width = VectorOf<T>::lanes;
+  auto finite = Vec<T>{} == Vec<T>{};
+  int64_t i = 0;
+  for (; i + width <= n; i += width) {
+    Vec<T> x_i = load(x + i), m_i = MOMENTUM ? load(m + i) : Vec<T>{}, v_i = RMS ? load(v + i) : Vec<T>{};
+    finite &= update<MOMENTUM, COORDINATE, RMS>(x_i, m_i, v_i, load(g + i), k);
+    store(x + i, x_i);
+    if constexpr (MOMENTUM) store(m + i, m_i);
+    if constexpr (RMS) store(v + i, v_i);
   }
-  return kept != 0;
+  bool all_finite = true;
+  for (int j = 0; j < width; ++j) all_finite &= finite[j] != 0;
+  for (; i < n; ++i) {
+    T unused = 0;
+    all_finite &= update<MOMENTUM, COORDINATE, RMS>(x[i], MOMENTUM ? m[i] : unused, RMS ? v[i] : unused, g[i], k);
+  }
+  return !all_finite;
 }
 
 bool computes_in_double(const Bucket& bucket) {

@@ -5,8 +5,10 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "tables.h"
 
@@ -29,8 +31,8 @@ struct Coefficients {
   T step;                    // (1 - beta1) gamma, scalar rules
   T lr, two_h, numerator;    // (1 - beta1) 2h c, coordinate rules
   T decay;                   // lambda c, or lambda a
-  T x_limit;                 // the smallest magnitude that x's storage type rounds to infinity
-  T state_limit;
+  T x_limit;                 // the smallest magnitude that the storage of x, or of m, rounds to infinity
+  T state_limit;             // the same of v
 };
 
 struct Shrink {
@@ -97,25 +99,37 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
   k.two_h = static_cast<T>(2 * height);
   k.numerator = static_cast<T>((1 - group.beta1) * 2 * height * group.lr);
   k.decay = static_cast<T>(group.weight_decay * a);
-  k.x_limit = x_limit;
+  k.x_limit = x_limit < state_limit ? x_limit : state_limit;
   k.state_limit = state_limit;
   return k;
 }
 
+// V is a scalar T or a vector of them; both know the same operators.
+
+template <typename V>
+NGN_HD inline V root(V value) {
+  if constexpr (std::is_floating_point_v<V>) {
+    return std::sqrt(value);
+  } else {
+    for (std::size_t i = 0; i < sizeof(V) / sizeof(value[0]); ++i) value[i] = std::sqrt(value[i]);
+    return value;
+  }
+}
+
 // v <- beta2 v + (1 - beta2) g^2
-template <typename T>
-NGN_HD inline T second_moment(T v, T g, const Coefficients<T>& k) {
+template <typename V, typename T>
+NGN_HD inline V second_moment(V v, V g, const Coefficients<T>& k) {
   return k.beta2 * v + k.one_minus_beta2 * (g * g);
 }
 
 // D = eps + sqrt(v / (1 - beta2^t))
-template <typename T>
-NGN_HD inline T preconditioner(T v, const Coefficients<T>& k) {
-  return k.eps + std::sqrt(v * k.inverse_bias);
+template <typename V, typename T>
+NGN_HD inline V preconditioner(V v, const Coefficients<T>& k) {
+  return k.eps + root(v * k.inverse_bias);
 }
 
-template <bool RMS, bool REGULARISED, typename T>
-NGN_HD inline void contribute(T x, T v, T g, const Coefficients<T>& k, T& weighted, T& alignment) {
+template <bool RMS, bool REGULARISED, typename V, typename T>
+NGN_HD inline void contribute(V x, V v, V g, const Coefficients<T>& k, V& weighted, V& alignment) {
   g *= k.gradient_scale;
   if constexpr (RMS) {
     weighted += g * g / preconditioner(second_moment(v, g, k), k);
@@ -126,27 +140,27 @@ NGN_HD inline void contribute(T x, T v, T g, const Coefficients<T>& k, T& weight
 }
 
 // False, and nothing changed, where a new value would not be finite in its storage type.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, typename T>
-NGN_HD inline bool update(T& x, T& m, T& v, T g, const Coefficients<T>& k) {
+template <bool MOMENTUM, bool COORDINATE, bool RMS, typename V, typename T>
+NGN_HD inline auto update(V& x, V& m, V& v, V g, const Coefficients<T>& k) {
   g *= k.gradient_scale;
-  T v_new = 0, d = 1;
+  V v_new = V{}, d = V{} + T(1);
   if constexpr (RMS) {
     v_new = second_moment(v, g, k);
     d = preconditioner(v_new, k);
   }
-  T m_new;
+  V m_new;
   if constexpr (COORDINATE) {
-    const T denominator = k.two_h * d + k.lr * (g * g);
-    m_new = denominator == 0 ? T(0) : k.numerator * g / denominator;
+    const V denominator = k.two_h * d + k.lr * (g * g);
+    m_new = denominator == T(0) ? V{} : k.numerator * g / denominator;
   } else {
     m_new = k.step * g / d;
   }
   m_new += k.decay * x;
   if constexpr (MOMENTUM) m_new += k.beta1 * m;
-  const T x_new = x - m_new;
+  const V x_new = x - m_new;
 
-  bool finite = std::fabs(x_new) < k.x_limit;
-  if constexpr (MOMENTUM) finite &= std::fabs(m_new) < k.state_limit;
+  // A non-finite m_new makes x_new so, too.
+  auto finite = (x_new < k.x_limit) & (x_new > -k.x_limit);
   if constexpr (RMS) finite &= v_new < k.state_limit;
   x = finite ? x_new : x;
   if constexpr (MOMENTUM) m = finite ? m_new : m;

@@ -1,4 +1,7 @@
+from typing import Any
+
 import numpy as np
+from torch import Tensor
 
 CHUNK: int
 
@@ -30,6 +33,25 @@ class Bucket:
     ) -> None: ...
     def reduce(self, rule: Rule, threads: int) -> None: ...
     def apply(self, rule: Rule, threads: int, last: bool) -> None: ...
+
+class Gradients:
+    same: Gradients
+    moved: Gradients
+    odd: Gradients
+
+class Scan:
+    def __init__(
+        self,
+        *,
+        params: list[Tensor],
+        dense: list[Tensor],
+        states: list[dict[str, Any]],
+        keys: tuple[str, ...],
+        api: object,
+        sample: Tensor,
+    ) -> None: ...
+    def moved(self) -> bool: ...
+    def gradients(self, out: np.ndarray) -> Gradients: ...
 
 def isas() -> list[str]: ...
 def isa() -> str: ...

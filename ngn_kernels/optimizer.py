@@ -97,7 +97,6 @@ class NGNOptimizer(Optimizer):
     def _forget(self) -> None:
         """Drop all that can be derived again."""
         self._plan: Plan | None = None
-        self._idle: list[Tensor] = []
         self._boards: dict[torch.device, Board] = {}
         self._home: Board | None = None
         self._momentum = False
@@ -134,19 +133,21 @@ class NGNOptimizer(Optimizer):
             )
         return rule.with_momentum(self._momentum)
 
-    def _hypers(self) -> list[Hyper]:
-        hypers = []
-        for group in self.param_groups:
+    def _hypers(self) -> tuple[list[Hyper], dict[int, Tensor]]:
+        """The groups' values, checked if they changed; an lr on a device comes apart, unread."""
+        hypers, device_lrs = [], {}
+        for index, group in enumerate(self.param_groups):
             lr = group["lr"]
-            if isinstance(lr, Tensor) and lr.device.type == "cpu":
-                lr = lr.item()
+            if isinstance(lr, Tensor):
+                if lr.device.type != "cpu":
+                    device_lrs[index] = lr
+                lr = lr.item() if lr.device.type == "cpu" else 0.0
             hypers.append(Hyper(lr, *_betas(group), group.get("eps", 1.0), group["weight_decay"]))
-        # Values may have been set by hand or by a scheduler since they were last checked.
-        if self._checked is None or not _same(hypers, self._checked):
+        if hypers != self._checked:
             for group in self.param_groups:
                 check_group(group, self.defaults["algorithm"])
             self._checked = hypers
-        return hypers
+        return hypers, device_lrs
 
     def _label(self, group: int, index: int) -> str:
         params = self.param_groups[group]
@@ -183,6 +184,7 @@ class NGNOptimizer(Optimizer):
             raise RuntimeError(f"the loss came from two sources at once: {HOW_TO_PASS_THE_LOSS}")
         if self._pending is not None:
             total, weight = self._pending
+            self._pending = None
             return None, total / weight
         if closure is not None:
             with torch.enable_grad():
@@ -207,13 +209,12 @@ class NGNOptimizer(Optimizer):
             The loss as it was given.
         """
         given, value = self._find_loss(closure, loss)
-        hypers = self._hypers()
         if value is None:
             # torch.distributed.checkpoint makes optimizers create their state this way.
-            if any(hyper.lr != 0 for hyper in hypers):
+            if any(group["lr"] != 0 for group in self.param_groups):
                 name = type(self).__name__
                 raise RuntimeError(f"{name} needs the loss of this step: {HOW_TO_PASS_THE_LOSS}")
-            self._current_plan(hypers)
+            self._current_plan()
             return None
         height = value - self.loss_floor
         if not isinstance(height, Tensor) and height < 0 and math.isfinite(height):
@@ -222,12 +223,12 @@ class NGNOptimizer(Optimizer):
                 f"loss >= loss_floor, pass {type(self).__name__}(..., loss_floor=...) that holds"
             )
 
-        plan = self._current_plan(hypers)
-        self._pending = None
+        hypers, device_lrs = self._hypers()
+        plan = self._current_plan()
         if plan is None:
             return given
         for board in plan.boards:
-            board.set_groups(hypers)
+            board.set_groups(hypers, device_lrs)
             board.set(HEIGHT, height)
             board.set(GRAD_SCALE, _or(getattr(self, "grad_scale", None), 1.0))
             board.set(FOUND_INF, _or(getattr(self, "found_inf", None), 0.0))
@@ -242,7 +243,7 @@ class NGNOptimizer(Optimizer):
             if len(plan.boards) > 1 and bucket.board is plan.home:
                 plan.share_reason()
             bucket.backend.apply(bucket, plan.rule, last=bucket is plan.buckets[0])
-        plan.write_back()
+        plan.finish()
         self._home = plan.home
         self._tell(plan.home.news())
         return given
@@ -253,25 +254,24 @@ class NGNOptimizer(Optimizer):
                 f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning, stacklevel=4
             )
 
-    def _current_plan(self, hypers: list[Hyper]) -> Plan | None:
+    def _current_plan(self) -> Plan | None:
         """The plan with this step's gradients, built anew if anything else has moved."""
         plan, rule = self._plan, self.rule
-        stale = plan is None or plan.rule != rule or any(p.grad is not None for p in self._idle)
-        if stale or not plan.is_current(self.state) or not plan.refresh():  # type: ignore[union-attr]
-            plan = self._plan = self._build_plan(rule, hypers)
-        return plan
-
-    def _build_plan(self, rule: Rule, hypers: list[Hyper]) -> Plan | None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if plan is not None and plan.is_of(rule, params, self.state) and plan.refresh():
+            return plan
         self._plan = None
-        found = []
-        idle = []
-        for group_index, group in enumerate(self.param_groups):
-            for index, param in enumerate(group["params"]):
-                # A parameter that once had a gradient keeps its row, so that plans stay.
-                if param.grad is None and param not in self.state:
-                    idle.append(param)
-                else:
-                    found.append((param, group_index, self._label(group_index, index)))
+        self._plan = self._build_plan(rule, params)
+        return self._plan
+
+    def _build_plan(self, rule: Rule, params: list[Tensor]) -> Plan | None:
+        # A parameter that once had a gradient keeps its row, so that plans stay.
+        found = [
+            (param, group_index, self._label(group_index, index))
+            for group_index, group in enumerate(self.param_groups)
+            for index, param in enumerate(group["params"])
+            if param.grad is not None or param in self.state
+        ]
         for param, _, label in found:
             check_param(param, label)
         check_overlap([(param, label) for param, _, label in found])
@@ -282,16 +282,16 @@ class NGNOptimizer(Optimizer):
         for key, (param, group_index, label) in zip(keys, found, strict=True):
             init_state(self.state[param], param, rule)
             rows.setdefault(key, []).append(Row(param, group_index, label, self.state[param], rule))
-        self._idle = idle
         if not rows:
             return None
 
         # Buckets of one device lie together, the home device's first.
         devices = list(dict.fromkeys(key.device for key in rows))
         for device in devices:
-            self._boards.setdefault(device, Board(device)).set_groups(hypers)
+            self._boards.setdefault(device, Board(device)).make_room(len(self.param_groups))
         in_order = sorted(rows, key=lambda key: devices.index(key.device))
-        plan = Plan([Bucket(key, rows[key], backends[key]) for key in in_order], self._boards, rule)
+        buckets = [Bucket(key, rows[key], backends[key]) for key in in_order]
+        plan = Plan(buckets, self._boards, rule, params, list(self.state.values()))
         for bucket in plan.buckets:
             bucket.backend.prepare(bucket)
         if not plan.refresh():
@@ -382,6 +382,8 @@ class NGNOptimizer(Optimizer):
             theirs["params"] = ours["params"]
             if "param_names" in ours:
                 theirs.setdefault("param_names", ours["param_names"])
+            for name, value in self.defaults.items():  # a value that an older file lacks
+                theirs.setdefault(name, value)
         self.__setstate__({"state": state, "param_groups": groups})
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
@@ -392,15 +394,6 @@ def _betas(group: dict[str, Any]) -> tuple[float, float]:
         beta1, beta2 = group["betas"]
         return beta1, beta2
     return group.get("momentum", 0.0), group.get("beta2", 0.0)
-
-
-def _same(hypers: list[Hyper], others: list[Hyper]) -> bool:
-    """Equality that never compares tensors by value, which would wait for the device."""
-    return len(hypers) == len(others) and all(
-        a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b)
-        for left, right in zip(hypers, others, strict=True)
-        for a, b in zip(left, right, strict=True)
-    )
 
 
 def _or(value: Any, default: float) -> Any:

@@ -5,15 +5,17 @@ A plan is built once and kept while nothing but gradients moves. It knows no mat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .checks import check_gradient, is_dense
 from .rules import Reason, Rule
+from .scan import EMPTY, Scan, make_scan
 from .state import STATE_KEYS, same_order
 
 # Columns of a bucket's table, the order of TensorRow in csrc/tables.h.
@@ -24,9 +26,9 @@ REASON, SKIPPED, LAST_REASON = range(3)
 
 
 class Hyper(NamedTuple):
-    """One group's values, in the order of Group in csrc/tables.h; lr may be a tensor on a GPU."""
+    """One group's values, in the order of Group in csrc/tables.h."""
 
-    lr: float | Tensor
+    lr: float
     beta1: float
     beta2: float
     eps: float
@@ -68,18 +70,18 @@ class Board:
             self.scalars[index] = value
             self._known[index] = value
 
-    def set_groups(self, hypers: list[Hyper]) -> None:
-        """Write the groups' values; an lr that lives on the device is copied there, never read."""
-        device_lrs = [(i, h.lr) for i, h in enumerate(hypers) if isinstance(h.lr, Tensor)]
-        known = [h._replace(lr=0.0) if isinstance(h.lr, Tensor) else h for h in hypers]
-        if known != self._hypers:
-            table = torch.tensor(known, dtype=self.wide)
-            if len(hypers) != len(self.groups):
-                self.groups = torch.zeros(len(hypers), 5, dtype=self.wide, device=self.device)
-            self.groups.copy_(table, non_blocking=True)
-            self._hypers = known
-        for i, lr in device_lrs:
-            self.groups[i, 0].copy_(lr.detach().reshape(()), non_blocking=True)
+    def make_room(self, groups: int) -> None:
+        if len(self.groups) != groups:
+            self.groups = torch.zeros(groups, 5, dtype=self.wide, device=self.device)
+            self._hypers = None
+
+    def set_groups(self, hypers: list[Hyper], device_lrs: dict[int, Tensor]) -> None:
+        """Write the groups' values; an lr that lives on a device is copied, never read."""
+        if hypers != self._hypers:
+            self.groups.copy_(torch.tensor(hypers, dtype=self.wide), non_blocking=True)
+            self._hypers = hypers
+        for index, lr in device_lrs.items():
+            self.groups[index, 0].copy_(lr.detach().reshape(()), non_blocking=True)
 
     def news(self) -> Reason:
         """The reason of a skipped step not yet told; from a GPU it arrives some steps late."""
@@ -90,11 +92,12 @@ class Board:
         if self._in_flight is not None and not self._in_flight[1].query():
             return Reason.NONE
         reason = Reason.NONE if self._in_flight is None else self._read(self._in_flight[0])
-        host = torch.empty(3, dtype=torch.int64, pin_memory=True)
+        if self._in_flight is None:
+            host = torch.empty(3, dtype=torch.int64, pin_memory=True)
+            self._in_flight = (host, torch.cuda.Event())
+        host, event = self._in_flight
         host.copy_(self.report, non_blocking=True)
-        event = torch.cuda.Event()
         event.record()
-        self._in_flight = (host, event)
         return reason
 
     def _read(self, report: Tensor) -> Reason:
@@ -127,7 +130,6 @@ class Row:
         self.step: Tensor = state["step"]
         # A gradient whose memory order is another one is copied here.
         self.relaid: Tensor | None = None
-        self.relaid_in_use = False
 
     @property
     def dense(self) -> Tensor:
@@ -138,26 +140,25 @@ class Row:
         grad = self.param.grad
         if grad is None:
             return None
-        return (
-            real_view(self.relaid)
-            if self.relaid_in_use and self.relaid is not None
-            else real_view(grad)
-        )
+        if not self._is_plain(grad) and self.relaid is not None:
+            grad = self.relaid
+        return real_view(grad)
 
     def grad_pointer(self) -> int:
         """Where this step's gradient lies, after copying it if its memory order is another one."""
         grad = self.param.grad
-        self.relaid_in_use = False
         if grad is None:
             return 0
         check_gradient(grad, self.label)
-        if same_order(grad, self.dense) and not grad.is_conj() and not grad.is_neg():
-            return grad.data_ptr()
+        if self._is_plain(grad):
+            return grad.data_ptr() or EMPTY
         if self.relaid is None or self.relaid.dtype != grad.dtype:
             self.relaid = torch.empty_like(self.dense, dtype=grad.dtype, requires_grad=False)
         self.relaid.copy_(grad)
-        self.relaid_in_use = True
-        return self.relaid.data_ptr()
+        return self.relaid.data_ptr() or EMPTY
+
+    def _is_plain(self, grad: Tensor) -> bool:
+        return same_order(grad, self.dense) and not grad.is_conj() and not grad.is_neg()
 
 
 class BucketKey(NamedTuple):
@@ -178,7 +179,8 @@ class Bucket:
         self.board: Board
         self.sums: Tensor  # of all buckets, on this bucket's device
         self.prepared: Any = None
-        self.moved = True  # whether gradients have moved since the last step
+        self._params = [row.param for row in rows]
+        self.moved = True  # until a backend that keeps a copy of the table has taken G over
         self.table = np.zeros((7, len(rows)), dtype=np.int64)
         self.table[X] = [row.x.data_ptr() for row in rows]
         self.table[M] = [0 if row.m is None else row.m.data_ptr() for row in rows]
@@ -186,64 +188,39 @@ class Bucket:
         self.table[STEP] = [row.step.data_ptr() for row in rows]
         self.table[NUMEL] = [row.x.numel() for row in rows]
         self.table[GROUP] = [row.group for row in rows]
-        self._params = [row.param for row in rows]
-        self._states = [row.state for row in rows]
-        # One flat list of all that is looked at each step: a comparison of lists costs little.
-        self._expected = self._look()
-        self._grad_strides: list[tuple[int, ...] | None] = [None] * len(rows)
-        self._grad_dtypes = [_kinds(key.grad, row.param) for row in rows]
-        self._pointers: list[int] = []
+        self._scan: Scan | None = None
 
-    def _look(self) -> list[Any]:
-        params, states = self._params, self._states
-        seen: list[Any] = [p.data_ptr() for p in params]
-        seen += [p.stride() for p in params]
-        seen += [p.dtype for p in params]
-        seen += [s["step"].data_ptr() for s in states]
-        for key, column in zip(STATE_KEYS, (M, V), strict=True):
-            if self.table[column, 0]:
-                seen += [s[key].data_ptr() for s in states]
-        return seen
-
-    def is_current(self, state: dict[Tensor, Any]) -> bool:
-        """Whether parameters and state still lie where the table says."""
-        try:
-            same = all(state[p] is s for p, s in zip(self._params, self._states, strict=True))
-            return same and self._look() == self._expected
-        except KeyError:
-            return False
+    @property
+    def scan(self) -> Scan:
+        if self._scan is None:
+            first = self.rows[0]
+            keys = [k for k, t in zip(STATE_KEYS, (first.m, first.v), strict=True) if t is not None]
+            self._scan = make_scan(
+                [row.param for row in self.rows],
+                [row.dense for row in self.rows],
+                [row.state for row in self.rows],
+                ("step", *keys),
+                self.key.grad,
+            )
+        return self._scan
 
     def refresh(self) -> bool:
         """Point the table at this step's gradients; False if one has changed its element type."""
-        try:
-            grads: list[Any] = [p.grad for p in self._params]
-            strides = [g.stride() for g in grads]
-            dtypes = [g.dtype for g in grads]
-            pointers = [g.data_ptr() for g in grads]
-        except (AttributeError, RuntimeError):  # None, sparse, or no data pointer: look one by one
-            strides = []
-        if strides != self._grad_strides or dtypes != self._grad_dtypes:
-            if not self._refresh_slowly():
-                return False
-            pointers = [row.grad_pointer() for row in self.rows]
-        self.moved = pointers != self._pointers
-        if self.moved:
-            self.table[G] = pointers
-            self._pointers = pointers
+        moved = self.scan.refresh(self.table[G])
+        if moved is None:
+            for row in self.rows:
+                grad = row.param.grad
+                if grad is not None and grad.dtype.to_real() != self.key.grad:
+                    return False
+            self.table[G] = [row.grad_pointer() for row in self.rows]
+        self.moved |= moved is not False
         return True
 
-    def _refresh_slowly(self) -> bool:
-        for i, row in enumerate(self.rows):
-            grad = row.param.grad
-            if grad is None:
-                continue
-            check_gradient(grad, row.label)
-            if grad.dtype != self._grad_dtypes[i]:
-                return False
-            # Once seen to be in the parameter's order, these strides are expected from now on.
-            plain = same_order(grad, row.dense) and not grad.is_conj() and not grad.is_neg()
-            self._grad_strides[i] = grad.stride() if plain else None
-        return True
+    def active_params(self) -> list[Tensor]:
+        """The parameters that have a gradient in this step."""
+        if self.table[G].all():
+            return self._params
+        return [self._params[i] for i in self.table[G].nonzero()[0]]
 
     def chunks(self, size: int) -> np.ndarray:
         """Rows cut into chunks of `size` elements: (row, first element), in row order."""
@@ -253,18 +230,23 @@ class Bucket:
         return np.stack([rows, (np.arange(len(rows)) - first) * size], axis=1)
 
 
-def _kinds(grad: torch.dtype, param: Tensor) -> torch.dtype:
-    return grad.to_complex() if param.is_complex() else grad
-
-
 class Plan:
     """All buckets of a step, in the order of their first parameter."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], boards: dict[torch.device, Board], rule: Rule
+        self,
+        buckets: list[Bucket],
+        boards: dict[torch.device, Board],
+        rule: Rule,
+        params: list[Tensor],
+        states: list[dict[str, Any]],
     ) -> None:
-        self.buckets = list(buckets)
+        self.buckets = buckets
         self.rule = rule
+        self._params = params
+        self._states = states
+        rows = {id(row.param) for bucket in buckets for row in bucket.rows}
+        self._idle = [param for param in params if id(param) not in rows]
         self.boards = [boards[d] for d in dict.fromkeys(b.key.device for b in self.buckets)]
         sums = {
             board.device: torch.zeros(len(self.buckets), 3, dtype=board.wide, device=board.device)
@@ -282,8 +264,17 @@ class Plan:
         """The board that telemetry is read from, and the last to be applied."""
         return self.boards[0]
 
-    def is_current(self, state: dict[Tensor, Any]) -> bool:
-        return all(bucket.is_current(state) for bucket in self.buckets)
+    def is_of(self, rule: Rule, params: list[Tensor], state: dict[Tensor, Any]) -> bool:
+        """Whether this is still a plan of these parameters and this state, none of them moved."""
+        return (
+            rule is self.rule
+            and len(params) == len(self._params)
+            and all(map(is_, params, self._params))
+            and len(state) == len(self._states)
+            and all(map(is_, state.values(), self._states))
+            and all(param.grad is None for param in self._idle)
+            and not any(bucket.scan.moved() for bucket in self.buckets)
+        )
 
     def refresh(self) -> bool:
         if not all(bucket.refresh() for bucket in self.buckets):
@@ -293,7 +284,11 @@ class Plan:
             row.copy.copy_(row.param)
         return True
 
-    def write_back(self) -> None:
+    def finish(self) -> None:
+        """Tell autograd of what a kernel wrote behind its back, and write copies back."""
+        for bucket in self.buckets:
+            if bucket.backend.name != "reference":
+                increment_version(bucket.active_params())
         for row in self._copies:
             assert row.copy is not None
             row.param.copy_(row.copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
+from functools import cache
 
 
 class StepSize(Enum):
@@ -38,8 +39,10 @@ class Reason(IntEnum):
     ELEMENTS_KEPT = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
+    """A point of the grid, compared by identity: each point that is used exists once."""
+
     momentum: bool
     step_size: StepSize
     preconditioner: Preconditioner
@@ -57,9 +60,11 @@ class Rule:
     def regularised(self) -> bool:
         return self.decay is Decay.REGULARISED
 
+    @cache  # noqa: B019 (rules are few and live for ever)
     def with_momentum(self, momentum: bool) -> Rule:
-        return replace(self, momentum=momentum)
+        return self if momentum == self.momentum else replace(self, momentum=momentum)
 
+    @cache  # noqa: B019
     def reductions(self, clipping: bool) -> tuple[Rule, ...]:
         """The sums that must be known before the first write, as rules to reduce in this order.
 

@@ -1,0 +1,176 @@
+// Where tensors lie, asked once per step of every parameter, gradient and state tensor. The answers
+// come through DLPack's C exchange API, which torch offers on its tensor type (2.10 and newer): a
+// stable interface, and several times cheaper than the same questions from Python.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace ngn {
+
+namespace py = pybind11;
+
+// The public layouts of DLPack 1.3, as far as they are needed here.
+namespace dlpack {
+struct Device { int32_t type, id; };
+struct DataType {
+  uint8_t code, bits;
+  uint16_t lanes;
+  bool operator==(const DataType& other) const {
+    return code == other.code && bits == other.bits && lanes == other.lanes;
+  }
+};
+struct Tensor {
+  void* data;
+  Device device;
+  int32_t ndim;
+  DataType dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+
+  int64_t address() const { return reinterpret_cast<int64_t>(data) + static_cast<int64_t>(byte_offset); }
+};
+struct Version { uint32_t major, minor; };
+struct ExchangeApi {
+  Version version;
+  void* previous;
+  void* allocate;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, Tensor* out);
+  void* current_stream;
+};
+}  // namespace dlpack
+
+enum class Gradients { same, moved, odd };
+
+class Scan {
+ public:
+  // `dense` gives the memory order that gradients must have, `sample` their element type.
+  Scan(py::list params, py::list dense, py::list states, py::tuple keys, py::capsule api, py::object sample)
+      : params_(std::move(params)), states_(std::move(states)), keys_(std::move(keys)) {
+    api_ = api.get_pointer<dlpack::ExchangeApi>();
+    if (api_->version.major != 1 || !api_->tensor_from_object) {
+      throw py::value_error("this version of DLPack's exchange API is not known");
+    }
+    if (dense.size() != params_.size() || states_.size() != params_.size()) {
+      throw py::value_error("params, dense and states must have the same length");
+    }
+    gradient_type_ = look(sample.ptr()).dtype;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      places_.push_back(place(params_[i].ptr()));
+      orders_.push_back(place(dense[i].ptr()));
+      for (const py::handle key : keys_) {
+        PyObject* value = state_value(i, key);
+        if (!value) throw py::key_error("a state lacks a key");
+        values_.push_back(py::reinterpret_borrow<py::object>(value));
+      }
+      addresses_.push_back(look(values_.back().ptr()).address());
+    }
+  }
+
+  // Whether a parameter or a state tensor was replaced, or lies elsewhere than at the start. Of a
+  // parameter's state, which is moved as a whole, only the last tensor is asked where it lies.
+  bool moved() const {
+    auto known = values_.begin();
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (!same_place(look(params_[i].ptr()), places_[i])) return true;
+      PyObject* value = nullptr;
+      for (const py::handle key : keys_) {
+        value = state_value(i, key);
+        if (value != (known++)->ptr()) return true;
+      }
+      if (look(value).address() != addresses_[i]) return true;
+    }
+    return false;
+  }
+
+  // Write the gradients' addresses, 0 for none; odd if one must be looked at more closely.
+  Gradients gradients(py::array_t<int64_t, py::array::c_style> out) {
+    if (out.ndim() != 1 || static_cast<size_t>(out.shape(0)) != params_.size()) {
+      throw py::value_error("out must have one number per parameter");
+    }
+    int64_t* addresses = out.mutable_data();
+    bool moved = false;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(params_[i].ptr(), name_grad_.ptr()));
+      if (!grad) throw py::error_already_set();
+      int64_t address = 0;
+      if (!grad.is_none()) {
+        dlpack::Tensor tensor;
+        if (api_->tensor_from_object(grad.ptr(), &tensor) != 0) {
+          PyErr_Clear();
+          return Gradients::odd;
+        }
+        if (!(tensor.dtype == gradient_type_) || !same_order(tensor, orders_[i]) || is_negated(grad)) {
+          return Gradients::odd;
+        }
+        address = tensor.address() ? tensor.address() : 1;  // without elements, but a gradient
+      }
+      moved |= addresses[i] != address;
+      addresses[i] = address;
+    }
+    return moved ? Gradients::moved : Gradients::same;
+  }
+
+ private:
+  struct Place {
+    int64_t address;
+    dlpack::DataType dtype;
+    std::vector<int64_t> shape, strides;
+  };
+
+  dlpack::Tensor look(PyObject* tensor) const {
+    dlpack::Tensor out;
+    if (api_->tensor_from_object(tensor, &out) != 0) throw py::error_already_set();
+    return out;
+  }
+
+  Place place(PyObject* tensor) const {
+    const dlpack::Tensor t = look(tensor);
+    return {t.address(), t.dtype, {t.shape, t.shape + t.ndim}, {t.strides, t.strides + t.ndim}};
+  }
+
+  // Dimensions of size 1 have no say in the order.
+  static bool same_order(const dlpack::Tensor& t, const Place& place) {
+    if (static_cast<size_t>(t.ndim) != place.shape.size()) return false;
+    for (int32_t d = 0; d < t.ndim; ++d) {
+      if (t.shape[d] != place.shape[d]) return false;
+      if (t.shape[d] != 1 && t.strides[d] != place.strides[d]) return false;
+    }
+    return true;
+  }
+
+  static bool same_place(const dlpack::Tensor& t, const Place& place) {
+    return t.address() == place.address && t.dtype == place.dtype && same_order(t, place);
+  }
+
+  PyObject* state_value(size_t i, py::handle key) const {
+    PyObject* state = states_[i].ptr();
+    return PyDict_Check(state) ? PyDict_GetItemWithError(state, key.ptr()) : nullptr;
+  }
+
+  
+
+  // torch's lazily negated tensors hold the negative of what DLPack shows.
+  bool is_negated(const py::object& grad) const {
+    const py::object answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(grad.ptr(), name_is_neg_.ptr()));
+    if (!answer) throw py::error_already_set();
+    return answer.ptr() != Py_False;
+  }
+
+  py::list params_, states_;
+  py::tuple keys_;
+  const dlpack::ExchangeApi* api_;
+  dlpack::DataType gradient_type_{};
+  std::vector<Place> places_, orders_;
+  std::vector<py::object> values_;
+  std::vector<int64_t> addresses_;
+  py::str name_grad_{"grad"}, name_is_neg_{"is_neg"};
+};
+
+}  // namespace ngn

@@ -1,0 +1,118 @@
+"""Where a bucket's tensors lie, asked at every step: in C++ where possible, or else in Python."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .state import same_order
+
+EMPTY = 1  # stands for the address of a gradient without elements, which torch gives as 0
+
+
+class Scan(Protocol):
+    def moved(self) -> bool:
+        """Whether a parameter or state tensor was replaced, or lies elsewhere than at first."""
+
+    def refresh(self, pointers: np.ndarray) -> bool | None:
+        """Write the gradients' addresses, 0 for none; whether any is new.
+
+        None if a gradient needs a closer look: another element type or memory order, or sparse.
+        """
+
+
+def make_scan(
+    params: list[Tensor],
+    dense: list[Tensor],
+    states: list[dict[str, Any]],
+    keys: tuple[str, ...],
+    grad_dtype: torch.dtype,
+) -> Scan:
+    """A scan of these tensors; `dense` gives the memory order that gradients must have."""
+    api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    plain = all(type(p) in (Tensor, torch.nn.Parameter) for p in params)
+    if api is not None and plain:
+        try:
+            return NativeScan(params, dense, states, keys, grad_dtype, api)
+        except ImportError:
+            pass
+    return PythonScan(params, dense, states, keys, grad_dtype)
+
+
+class NativeScan:
+    def __init__(
+        self,
+        params: list[Tensor],
+        dense: list[Tensor],
+        states: list[dict[str, Any]],
+        keys: tuple[str, ...],
+        grad_dtype: torch.dtype,
+        api: object,
+    ) -> None:
+        from ._cpu import Gradients
+        from ._cpu import Scan as Extension
+
+        sample = torch.empty(0, dtype=grad_dtype)
+        self._scan = Extension(
+            params=params, dense=dense, states=states, keys=keys, api=api, sample=sample
+        )
+        self._answers = {Gradients.same: False, Gradients.moved: True, Gradients.odd: None}
+        self.moved = self._scan.moved
+
+    def refresh(self, pointers: np.ndarray) -> bool | None:
+        return self._answers[self._scan.gradients(pointers)]
+
+
+class PythonScan:
+    def __init__(
+        self,
+        params: list[Tensor],
+        dense: list[Tensor],
+        states: list[dict[str, Any]],
+        keys: tuple[str, ...],
+        grad_dtype: torch.dtype,
+    ) -> None:
+        self._params = params
+        self._dense = dense
+        self._states = states
+        self._keys = keys
+        self._grad_dtype = grad_dtype
+        self._places = self._look()
+        self._last: list[int] | None = None
+
+    def _look(self) -> list[Any]:
+        places: list[Any] = [(p.data_ptr(), p.stride(), p.dtype) for p in self._params]
+        for key in self._keys:
+            places += [state[key].data_ptr() for state in self._states]
+        return places
+
+    def moved(self) -> bool:
+        try:
+            return self._look() != self._places
+        except KeyError:
+            return True
+
+    def refresh(self, pointers: np.ndarray) -> bool | None:
+        found = []
+        for param, dense in zip(self._params, self._dense, strict=True):
+            grad = param.grad
+            if grad is None:
+                found.append(0)
+            elif (
+                grad.dtype == self._grad_dtype
+                and grad.layout == torch.strided
+                and not grad.is_neg()
+                and same_order(grad, dense)
+            ):
+                found.append(grad.data_ptr() or EMPTY)
+            else:
+                self._last = None
+                return None
+        moved = found != self._last
+        if moved:
+            pointers[:] = found
+            self._last = found
+        return moved

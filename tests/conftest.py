@@ -1,0 +1,72 @@
+"""The backend and dtype fixtures: a backend joins the whole suite by being available here."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+from helpers import DTYPES
+
+from ngn_kernels.backends import availability
+
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=500)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def runnable_backends() -> list[str]:
+    """Triton joins only through its interpreter: the tests' tensors live on the CPU."""
+    reasons = availability()
+    names = [name for name in DTYPES if name in reasons and reasons[name] is None]
+    return [n for n in names if n != "triton" or os.environ.get("TRITON_INTERPRET") == "1"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend",
+        action="append",
+        choices=sorted(DTYPES),
+        help="run the parametrised suite for this backend only; may be repeated",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "essential: the reduced set, for backends that are slow to run (interpreters)"
+    )
+    config.addinivalue_line(
+        "markers", "dtypes(*dtypes): which parameter dtypes a test with a `dtype` argument runs in"
+    )
+    config.addinivalue_line("filterwarnings", "error::ngn_kernels.SkippedStepWarning")
+    missing = set(config.getoption("--backend") or ()) - set(runnable_backends())
+    if missing:
+        raise pytest.UsageError(f"--backend {', '.join(sorted(missing))} cannot run here")
+
+
+def pytest_report_header() -> list[str]:
+    return [f"ngn backend {name}: {why or 'available'}" for name, why in availability().items()]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" not in metafunc.fixturenames:
+        return
+    names = metafunc.config.getoption("--backend") or runnable_backends()
+    if "dtype" not in metafunc.fixturenames:
+        metafunc.parametrize("backend", names)
+        return
+    marker = metafunc.definition.get_closest_marker("dtypes")
+    pairs = [
+        pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+        for name in names
+        for dtype in DTYPES[name]
+        if marker is None or dtype in marker.args
+    ]
+    metafunc.parametrize(("backend", "dtype"), pairs)

@@ -1,0 +1,151 @@
+"""The paper's seven algorithms in float64 numpy, in the iterate form in which they are printed.
+
+Every update is written as x^{k+1} from x^k, x^{k-1} and v^{k-1}, with the printed divisions by
+2f and their limits at f = 0 spelled out.  It shares no code with the package, not even its shape:
+the package carries a displacement m and never divides by the loss.
+
+Symbols: c = lr, λ = weight_decay, D = diag(ε + sqrt(v / (1 − β₂^t))), f = loss − loss_floor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+SCALAR = {"NGN", "NGNM", "NGNMDv1", "DecNGNMDv1", "NGNMDv1W"}
+COORDINATE = {"NGND", "NGNMDv2"}
+RMS = {"NGNMDv1", "NGNMDv2", "DecNGNMDv1", "NGNMDv1W"}
+
+
+@dataclass
+class Variable:
+    """One parameter: its last two iterates, its second moment, and how often it has moved."""
+
+    x: Array
+    previous: Array
+    v: Array
+    t: int = 0
+
+    @staticmethod
+    def at(x: Array, m: Array | None = None, v: Array | None = None, t: int = 0) -> Variable:
+        """A variable at x that arrived there by the displacement m: x^{k-1} = x^k + m."""
+        x = np.array(x, dtype=np.float64)
+        return Variable(
+            x=x,
+            previous=x.copy() if m is None else x + m,
+            v=np.zeros_like(x) if v is None else np.array(v, dtype=np.float64),
+            t=t,
+        )
+
+    @property
+    def momentum_buffer(self) -> Array:
+        return self.previous - self.x
+
+
+@dataclass
+class Group:
+    variables: list[Variable]
+    lr: float
+    beta1: float = 0.0
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass
+class Oracle:
+    algorithm: str
+    groups: list[Group]
+    rms: bool = False
+    loss_floor: float = 0.0
+    max_grad_norm: float | None = None
+    step_sizes: list[float] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in SCALAR | COORDINATE:
+            raise ValueError(f"no such algorithm: {self.algorithm}")
+        self.rms = self.rms or self.algorithm in RMS
+
+    def step(
+        self, loss: float, gradients: list[list[Array | None]], grad_scale: float = 1.0
+    ) -> None:
+        """One step; a variable without gradient stands still, both of its iterates included."""
+        f = float(loss) - self.loss_floor
+        if not f >= 0.0:
+            raise ValueError(f"the algorithms need f >= 0, got {f}")
+        moving = [
+            (j, variable, np.asarray(g, dtype=np.float64) / grad_scale)
+            for j, (group, column) in enumerate(zip(self.groups, gradients, strict=True))
+            for variable, g in zip(group.variables, column, strict=True)
+            if g is not None
+        ]
+        if self.max_grad_norm is not None:
+            norm = np.sqrt(sum(np.sum(g * g) for _, _, g in moving))
+            s = min(1.0, self.max_grad_norm / (norm + 1e-6))
+            moving = [(j, variable, s * g) for j, variable, g in moving]
+        diagonals = [self._precondition(self.groups[j], variable, g) for j, variable, g in moving]
+
+        if self.algorithm in COORDINATE:
+            for (j, variable, g), D in zip(moving, diagonals, strict=True):
+                gamma = coordinate_step_size(self.groups[j].lr, f, g, D)
+                self._move(self.groups[j], variable, gamma * g)
+            return
+
+        gammas = self._scalar_step_sizes(f, moving, diagonals)
+        for (j, variable, g), D in zip(moving, diagonals, strict=True):
+            self._move(self.groups[j], variable, gammas[j] * g / D)
+        self.step_sizes = gammas
+
+    def _precondition(self, group: Group, variable: Variable, g: Array) -> Array:
+        variable.t += 1
+        if not self.rms:
+            return np.ones_like(g)
+        variable.v = np.asarray(group.beta2 * variable.v + (1 - group.beta2) * g * g)
+        return group.eps + np.sqrt(variable.v / (1 - group.beta2**variable.t))
+
+    def _scalar_step_sizes(self, f: float, moving: Any, diagonals: list[Array]) -> list[float]:
+        """γ_j of every group j; the groups share one denominator, and one bracket in NGN-MDv1W."""
+        caps = [self._cap(group) for group in self.groups]
+        norm = sum(
+            caps[j] * float(np.sum(g * g / D))
+            for (j, _, g), D in zip(moving, diagonals, strict=True)
+        )
+        pull = 0.0
+        if self.algorithm == "NGNMDv1W":
+            pull = sum(
+                self.groups[j].lr * self.groups[j].weight_decay * float(np.sum(g * variable.x))
+                for j, variable, g in moving
+            )
+        if f > 0.0:
+            shrink = max(0.0, 1 - pull / (2 * f)) / (1 + norm / (2 * f))
+        elif norm > 0.0:
+            shrink = max(0.0, -pull) / norm
+        else:
+            shrink = 1.0
+        return [cap * shrink for cap in caps]
+
+    def _cap(self, group: Group) -> float:
+        """The largest step a group may take: c, or c/(1 + λc) where decay regularises the model."""
+        if self.algorithm == "NGNMDv1W":
+            return group.lr / (1 + group.weight_decay * group.lr)
+        return group.lr
+
+    def _move(self, group: Group, variable: Variable, direction: Array) -> None:
+        x, previous = variable.x, variable.previous
+        decay = group.weight_decay * group.lr
+        kept = x / (1 + decay) if self.algorithm == "NGNMDv1W" else x - decay * x
+        moved = kept - (1 - group.beta1) * direction + group.beta1 * (x - previous)
+        variable.x = np.asarray(moved)
+        variable.previous = x
+
+
+def coordinate_step_size(c: float, f: float, g: Array, D: Array) -> Array:
+    """γ^(j) = (c/D_j) / (1 + c g_j² / (2 f D_j)); at f = 0 it is 0 (where g_j = 0, so is γ g)."""
+    if f == 0.0:
+        return np.zeros_like(g)
+    return (c / D) / (1 + c / (2 * f * D) * g * g)

@@ -1,0 +1,188 @@
+"""GradScaler as users run it: `scaler.step(opt, loss=loss)` with the loss unscaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    ALGORITHMS,
+    Algorithm,
+    Pair,
+    assert_unchanged,
+    params_of,
+    random_columns,
+    random_gradients,
+    snapshot,
+)
+
+import ngn_kernels
+
+pytestmark = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+
+SCALE = 2.0**10
+
+
+def started(algorithm: Algorithm, backend: str, **options: Any) -> tuple[Pair, Any]:
+    optimizer = algorithm.build(random_columns([[(6, 3)], [(6,)]]), backend=backend, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
+    return Pair(algorithm, optimizer, **options), scaler
+
+
+def backward(pair: Pair, scaler: Any, seed: int) -> torch.Tensor:
+    """A regression with fresh data; gradients are scaled, the returned loss is not."""
+    pair.optimizer.zero_grad()
+    weight, bias = params_of(pair.optimizer)
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.randn(5, 3, generator=generator) @ weight.T + bias
+    loss = ((out - torch.randn(5, 6, generator=generator)) ** 2).mean()
+    scaler.scale(loss).backward()
+    return loss
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+def test_scaler_step(algorithm: Algorithm, backend: str, max_grad_norm: float | None) -> None:
+    """Across a growth of the scale; clipping is by the unscaled norm."""
+    pair, scaler = started(algorithm, backend, max_grad_norm=max_grad_norm)
+    for k in range(4):
+        loss = backward(pair, scaler, k)
+        pair.sync()
+        pair.expect(loss, grad_scale=scaler.get_scale())
+        scaler.step(pair.optimizer, loss=loss)
+        pair.check_step()
+        scaler.update()
+    assert scaler.get_scale() == 4 * SCALE
+    assert int(pair.optimizer.skipped_steps) == 0
+
+
+def test_unscale_before_the_step(algorithm: Algorithm, backend: str) -> None:
+    """After `scaler.unscale_` the gradients are final, clipped by the user or not."""
+    pair, scaler = started(algorithm, backend)
+    for k in range(2):
+        loss = backward(pair, scaler, k)
+        scaler.unscale_(pair.optimizer)
+        torch.nn.utils.clip_grad_norm_(params_of(pair.optimizer), 0.4)
+        pair.sync()
+        pair.expect(loss)
+        scaler.step(pair.optimizer, loss=loss)
+        pair.check_step()
+        scaler.update()
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("unscale", [False, True], ids=["scaled", "unscaled"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_overflow_skips_the_whole_step(
+    algorithm: Algorithm, backend: str, unscale: bool, value: float
+) -> None:
+    pair, scaler = started(algorithm, backend)
+    optimizer = pair.optimizer
+    scaler.step(optimizer, loss=backward(pair, scaler, 0))
+    scaler.update()
+    before = snapshot(optimizer)
+
+    loss = backward(pair, scaler, 1)
+    params_of(optimizer)[1].grad[-1] = value
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.warns(ngn_kernels.SkippedStepWarning):
+        scaler.step(optimizer, loss=loss)
+    scaler.update()
+    assert_unchanged(optimizer, before)
+    assert int(optimizer.skipped_steps) == 1
+    assert scaler.get_scale() == SCALE / 2
+
+    loss = backward(pair, scaler, 2)
+    pair.sync()
+    pair.expect(loss, grad_scale=scaler.get_scale())
+    scaler.step(optimizer, loss=loss)
+    pair.check_step()
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("grad_scale", [None, torch.tensor(8.0), torch.tensor([8.0])], ids=str)
+def test_found_inf_is_honoured(
+    algorithm: Algorithm, backend: str, grad_scale: torch.Tensor | None
+) -> None:
+    """With and without `grad_scale`, even when every gradient is finite."""
+    pair, _ = started(algorithm, backend)
+    optimizer = pair.optimizer
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    before = snapshot(optimizer)
+    optimizer.found_inf = torch.ones_like(grad_scale) if grad_scale is not None else torch.ones(())
+    if grad_scale is not None:
+        optimizer.grad_scale = grad_scale
+    with pytest.warns(ngn_kernels.SkippedStepWarning):
+        optimizer.step(loss=1.0)
+    assert_unchanged(optimizer, before)
+    assert int(optimizer.skipped_steps) == 1
+
+    optimizer.found_inf = torch.zeros(())
+    pair.sync()
+    pair.step(1.0, grad_scale=1.0 if grad_scale is None else 8.0)
+    pair.check_step()
+
+
+def test_overflow_of_the_scaled_loss(algorithm: Algorithm, backend: str) -> None:
+    """A scale too large for float32 makes gradients infinite; training then goes on."""
+    columns = random_columns([[(6, 3)], [(6,)]], scale=1e3)
+    optimizer = algorithm.build(columns, backend=backend)
+    pair = Pair(algorithm, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+    before = snapshot(optimizer)
+    with pytest.warns(ngn_kernels.SkippedStepWarning):
+        scaler.step(optimizer, loss=backward(pair, scaler, 0))
+    scaler.update()
+    assert_unchanged(optimizer, before)
+    loss = backward(pair, scaler, 0)
+    pair.expect(loss, grad_scale=scaler.get_scale())
+    scaler.step(optimizer, loss=loss)
+    pair.check_step()
+
+
+def test_disabled_scaler_passes_through(algorithm: Algorithm, backend: str) -> None:
+    pair, _ = started(algorithm, backend)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    loss = backward(pair, scaler, 0)
+    pair.expect(loss)
+    scaler.step(pair.optimizer, loss=loss)
+    pair.check_step()
+
+
+def test_set_loss_with_the_scaler(algorithm: Algorithm, backend: str) -> None:
+    """Trainers that call `scaler.step(opt)` bring the loss by `set_loss`; a skip consumes it."""
+    pair, scaler = started(algorithm, backend)
+    loss = backward(pair, scaler, 0)
+    pair.optimizer.set_loss(loss)
+    pair.expect(loss, grad_scale=scaler.get_scale())
+    scaler.step(pair.optimizer)
+    pair.check_step()
+    scaler.update()
+
+    loss = backward(pair, scaler, 1)
+    params_of(pair.optimizer)[0].grad[0, 0] = float("inf")
+    pair.optimizer.set_loss(loss)
+    with pytest.warns(ngn_kernels.SkippedStepWarning):
+        scaler.step(pair.optimizer)
+    scaler.update()
+
+    loss = backward(pair, scaler, 2)
+    pair.optimizer.set_loss(loss)
+    pair.sync()
+    pair.expect(loss, grad_scale=scaler.get_scale())
+    scaler.step(pair.optimizer)
+    pair.check_step()
+
+
+def test_half_precision_gradients(algorithm: Algorithm, backend: str) -> None:
+    """float16 parameters: gradients are unscaled in fp32, not rounded back to float16."""
+    columns = random_columns([[(40,)], [(7, 3)]], torch.float16)
+    pair = Pair(algorithm, algorithm.build(columns, backend=backend))
+    random_gradients(params_of(pair.optimizer), seed=0, norm=2.0**12)
+    pair.optimizer.grad_scale = torch.tensor(2.0**30)
+    pair.optimizer.found_inf = torch.tensor(0.0)
+    pair.step(1e-3, grad_scale=2.0**30)
+    pair.check_step()

@@ -1,0 +1,126 @@
+"""The shape of the code: which room may look into which, and what the doctor says."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ngn_kernels
+from ngn_kernels.backends import availability
+
+PACKAGE = Path(ngn_kernels.__file__).parent
+# A module may import from earlier rooms, and from its own.
+ROOMS = (
+    *("version", "rules", "checks", "state", "plan", "backends", "optimizer", "optimizers"),
+    *("__init__", "doctor", "__main__"),
+)
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of everything a file imports, inside functions too."""
+    package = ["ngn_kernels", *path.relative_to(PACKAGE).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{stem}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imported_rooms(path: Path) -> set[str]:
+    inside = {name for name in imports(path) if name.split(".")[0] == "ngn_kernels"}
+    second = {name.split(".")[1] if "." in name else "__init__" for name in inside}
+    return {name if name in ROOMS else "__init__" for name in second if not name.startswith("_cpu")}
+
+
+def test_every_module_has_a_room() -> None:
+    assert {room_of(path) for path in modules()} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_dependencies_point_one_way(path: Path) -> None:
+    allowed = ROOMS[: ROOMS.index(room_of(path)) + 1]
+    wrong = imported_rooms(path) - set(allowed)
+    assert not wrong, f"{room_of(path)} imports {sorted(wrong)}, which come after it"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_benchmarks_are_never_imported(path: Path) -> None:
+    assert not {name for name in imports(path) if name.split(".")[0] in ("ngn_bench", "bench")}
+
+
+def test_rules_need_no_torch() -> None:
+    """The grid is plain Python: it loads in an interpreter where torch cannot be imported."""
+    assert not {name for name in imports(PACKAGE / "rules.py") if name.startswith("torch")}
+    code = (
+        "import importlib.util, sys\n"
+        "sys.modules['torch'] = None\n"
+        f"spec = importlib.util.spec_from_file_location('rules', {str(PACKAGE / 'rules.py')!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['rules'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "print(sorted(module.RULES))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("NGN", "NGNM", "NGND", "NGNMDv1", "NGNMDv2", "DecNGNMDv1", "NGNMDv1W"):
+        assert repr(name) in done.stdout
+
+
+def test_import_is_light() -> None:
+    """Importing the package compiles nothing and pulls in neither Triton nor the benchmarks."""
+    code = (
+        "import sys, ngn_kernels; print({'triton', 'ngn_bench', 'numpy.f2py'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "set()"
+
+
+def test_public_names() -> None:
+    names = {"NGN", "NGNM", "NGND", "NGNMDv1", "NGNMDv2", "DecNGNMDv1", "NGNMDv1W"}
+    assert names | {"SkippedStepWarning"} <= set(ngn_kernels.__all__)
+    assert issubclass(ngn_kernels.SkippedStepWarning, RuntimeWarning)
+    assert all(getattr(ngn_kernels, name).__doc__ for name in names)
+
+
+def test_the_doctor_lists_every_backend() -> None:
+    """`python -m ngn_kernels`: each backend is available, or the reason stands beside it."""
+    done = subprocess.run([sys.executable, "-m", "ngn_kernels"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"reference", "cpu", "triton"} <= set(availability())
+    lines = done.stdout.splitlines()
+    for name, reason in availability().items():
+        (i,) = [i for i, line in enumerate(lines) if line.split()[:1] == [name]]
+        text = " ".join(" ".join(lines[i:]).split())
+        assert " ".join((reason or "available").split()) in text
+    assert availability()["reference"] is None
+
+
+def test_the_oracle_shares_nothing_with_the_package() -> None:
+    spec = importlib.util.find_spec("oracle")
+    assert spec is not None and spec.origin is not None
+    names = imports_of_oracle(Path(spec.origin))
+    assert not {name for name in names if name.startswith(("ngn_kernels", "torch"))}
+
+
+def imports_of_oracle(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    plain = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    return plain | {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}

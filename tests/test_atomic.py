@@ -1,0 +1,290 @@
+"""The atomic step: bad numbers never reach parameters or state, and never pass in silence."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    ALGORITHMS,
+    COORDINATE,
+    NGND,
+    NGND_RMS,
+    SCALAR,
+    Algorithm,
+    Hyper,
+    NGNMDv1,
+    NGNMDv2,
+    Pair,
+    assert_unchanged,
+    parameter,
+    params_of,
+    random_columns,
+    random_gradients,
+    snapshot,
+)
+
+from ngn_kernels import SkippedStepWarning
+
+pytestmark = pytest.mark.essential
+
+EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+INF, NAN = float("inf"), float("nan")
+SHAPES = ([(3,), (5, 7)], [(1025,), ()])
+
+
+def after(steps: int, algorithm: Algorithm, backend: str, **options: Any) -> Pair:
+    """A pair after some good steps, with good gradients for the next."""
+    optimizer = algorithm.build(random_columns(SHAPES), backend=backend, **options)
+    for k in range(steps):
+        random_gradients(params_of(optimizer), seed=k)
+        optimizer.step(loss=1.0)
+    random_gradients(params_of(optimizer), seed=steps)
+    return Pair(algorithm, optimizer, **options)
+
+
+def assert_skipped(pair: Pair, loss: Any) -> None:
+    """The next step is skipped as a whole, warned about and counted once; the one after works."""
+    optimizer = pair.optimizer
+    before, count = snapshot(optimizer), int(optimizer.skipped_steps)
+    with pytest.warns(SkippedStepWarning) as record:
+        optimizer.step(loss=loss)
+    assert len(record) == 1
+    assert_unchanged(optimizer, before)
+    assert int(optimizer.skipped_steps) == count + 1
+
+    random_gradients(params_of(optimizer), seed=99)
+    pair.sync()
+    pair.step(1.0)
+    pair.check_step()
+    assert int(optimizer.skipped_steps) == count + 1
+
+
+@EVERY
+@pytest.mark.parametrize("loss", [NAN, INF, -INF])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_non_finite_loss(
+    algorithm: Algorithm, backend: str, loss: float, kind: Any, steps: int
+) -> None:
+    assert_skipped(after(steps, algorithm, backend), kind(loss))
+
+
+@EVERY
+def test_non_finite_loss_by_other_ways(algorithm: Algorithm, backend: str) -> None:
+    pair = after(1, algorithm, backend)
+    before = snapshot(pair.optimizer)
+    with pytest.warns(SkippedStepWarning):
+        pair.optimizer.step(lambda: torch.tensor(NAN))
+    pair.optimizer.set_loss(1.0)
+    pair.optimizer.set_loss(INF)
+    with pytest.warns(SkippedStepWarning):
+        pair.optimizer.step()
+    assert_unchanged(pair.optimizer, before)
+    assert int(pair.optimizer.skipped_steps) == 2
+
+
+@pytest.mark.parametrize("algorithm", SCALAR, ids=str)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("where", [(0, 0), (1, 34), (2, 1024), (3, 0)], ids=str)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_non_finite_gradient_in_scalar_rules(
+    algorithm: Algorithm, backend: str, value: float, where: tuple[int, int], steps: int
+) -> None:
+    """One bad element anywhere, the whole step is a no-op."""
+    pair = after(steps, algorithm, backend)
+    poison(pair.optimizer, where, value)
+    assert_skipped(pair, 1.0)
+
+
+@EVERY
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("where", [(1, 34), (2, 1024)], ids=str)
+def test_non_finite_norm_when_clipping(
+    algorithm: Algorithm, backend: str, value: float, where: tuple[int, int]
+) -> None:
+    """With a norm pass there is a whole sum to look at, in coordinate rules too."""
+    pair = after(2, algorithm, backend, max_grad_norm=1.0)
+    poison(pair.optimizer, where, value)
+    assert_skipped(pair, 1.0)
+
+
+def poison(optimizer: Any, where: tuple[int, int], value: float) -> None:
+    tensor, element = where
+    params_of(optimizer)[tensor].grad.view(-1)[element] = value
+
+
+@pytest.mark.parametrize("algorithm", COORDINATE, ids=str)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("where", [(0, 0), (1, 34), (2, 1024), (3, 0)], ids=str)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_non_finite_gradient_in_coordinate_rules(
+    algorithm: Algorithm, backend: str, value: float, where: tuple[int, int], steps: int
+) -> None:
+    """Only that coordinate stands still; t advances, the step is counted once and warned about."""
+    pair = after(steps, algorithm, backend)
+    poison(pair.optimizer, where, value)
+    poison(pair.optimizer, (2, 7), value)
+    assert_only_those_stand_still(pair, {where, (2, 7)}, 1.0)
+
+
+def assert_only_those_stand_still(pair: Pair, places: set[tuple[int, int]], loss: float) -> None:
+    """A step that leaves x, m and v at these places alone; everything else is the oracle's."""
+    optimizer = pair.optimizer
+    params = params_of(optimizer)
+    kept = {
+        (i, j): {key: flat(t)[j].clone() for key, t in tensors(pair, i).items()} for i, j in places
+    }
+    grads = [p.grad for p in params]
+    for p in params:
+        p.grad = p.grad.nan_to_num(0.0, 0.0, 0.0)
+    pair.expect(loss)
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+    count = int(optimizer.skipped_steps)
+    with pytest.warns(SkippedStepWarning) as record:
+        optimizer.step(loss=loss)
+    assert len(record) == 1
+    assert int(optimizer.skipped_steps) == count + 1
+
+    variables = [v for group in pair.oracle.groups for v in group.variables]
+    for (i, j), values in kept.items():
+        now = tensors(pair, i)
+        for key, value in values.items():
+            assert torch.equal(flat(now[key])[j], value), f"{key} at {(i, j)} moved"
+        x, m, v = (float(values.get(key, 0.0)) for key in ("x", "m", "v"))
+        variables[i].x.reshape(-1)[j] = x
+        variables[i].previous.reshape(-1)[j] = x + m
+        variables[i].v.reshape(-1)[j] = v
+    pair.check_step()
+
+
+def tensors(pair: Pair, index: int) -> dict[str, torch.Tensor]:
+    """x, m and v of one parameter; state that is still to come counts as zeros."""
+    p = params_of(pair.optimizer)[index]
+    state = pair.optimizer.state.get(p, {})
+    found = {"x": p}
+    if pair.algorithm.momentum:
+        found["m"] = state.get("momentum_buffer", torch.zeros(p.shape))
+    if pair.algorithm.rms:
+        found["v"] = state.get("exp_avg_sq", torch.zeros(p.shape))
+    return found
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1)
+
+
+@EVERY
+@pytest.mark.parametrize("loss", [-1e-6, -3.0])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_loss_below_the_floor_raises(
+    algorithm: Algorithm, backend: str, loss: float, kind: Any
+) -> None:
+    """The value is on the host, so it is an error and not a skipped step."""
+    pair = after(1, algorithm, backend)
+    before = snapshot(pair.optimizer)
+    with pytest.raises(ValueError, match="loss_floor"):
+        pair.optimizer.step(loss=kind(loss))
+    assert_unchanged(pair.optimizer, before)
+    assert int(pair.optimizer.skipped_steps) == 0
+
+
+def test_loss_below_a_raised_floor_raises(backend: str) -> None:
+    pair = after(1, NGNMDv1, backend, loss_floor=0.5)
+    before = snapshot(pair.optimizer)
+    with pytest.raises(ValueError, match=r"loss_floor(.|\n)*0\.5|0\.5(.|\n)*loss_floor"):
+        pair.optimizer.step(loss=0.4)
+    assert_unchanged(pair.optimizer, before)
+
+
+def test_negative_loss_above_the_floor_is_fine(backend: str) -> None:
+    pair = after(1, NGNMDv1, backend, loss_floor=-2.0)
+    pair.step(-1.5)
+    pair.check_step()
+
+
+@EVERY
+def test_skips_add_up(algorithm: Algorithm, backend: str) -> None:
+    """Several reasons at once are one skipped step; each skipped step is one count."""
+    pair = after(1, algorithm, backend)
+    before = snapshot(pair.optimizer)
+    for k in range(3):
+        poison(pair.optimizer, (0, 0), NAN)
+        poison(pair.optimizer, (2, 5), INF)
+        pair.optimizer.found_inf = torch.tensor(1.0)
+        with pytest.warns(SkippedStepWarning) as record:
+            pair.optimizer.step(loss=NAN)
+        assert len(record) == 1
+        assert int(pair.optimizer.skipped_steps) == k + 1
+    assert_unchanged(pair.optimizer, before)
+
+
+@pytest.mark.parametrize("algorithm", SCALAR, ids=str)
+@pytest.mark.dtypes(torch.float64)
+def test_squares_that_overflow_the_sums(
+    algorithm: Algorithm, backend: str, dtype: torch.dtype
+) -> None:
+    """Finite gradients whose squares no sum can hold skip the whole step of a scalar rule."""
+    optimizer = algorithm.build(random_columns(SHAPES, dtype), backend=backend)
+    random_gradients(params_of(optimizer), seed=0)
+    pair = Pair(algorithm, optimizer)
+    poison(optimizer, (1, 34), 1e200)
+    assert_skipped(pair, 1.0)
+
+
+@pytest.mark.parametrize("algorithm", [NGND_RMS, NGNMDv2], ids=str)
+def test_second_moment_overflow_in_coordinate_rules(algorithm: Algorithm, backend: str) -> None:
+    """g² beyond float32: v cannot be stored, so that coordinate keeps x, m and v."""
+    pair = after(2, algorithm, backend)
+    poison(pair.optimizer, (2, 1024), 1e30)
+    assert_only_those_stand_still(pair, {(2, 1024)}, 1.0)
+
+
+@EVERY
+@pytest.mark.dtypes(torch.float64)
+def test_norm_that_overflows_when_clipping(
+    algorithm: Algorithm, backend: str, dtype: torch.dtype
+) -> None:
+    optimizer = algorithm.build(random_columns(SHAPES, dtype), backend=backend, max_grad_norm=1.0)
+    random_gradients(params_of(optimizer), seed=0)
+    poison(optimizer, (1, 34), 1e200)
+    assert_skipped(Pair(algorithm, optimizer, max_grad_norm=1.0), 1.0)
+
+
+@EVERY
+def test_huge_finite_gradient(algorithm: Algorithm, backend: str) -> None:
+    """Whether the sums hold 1e60 or not: nothing non-finite is stored, and training goes on."""
+    pair = after(2, algorithm, backend)
+    optimizer = pair.optimizer
+    poison(optimizer, (2, 1024), 1e30)
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        optimizer.step(loss=1.0)
+    assert len(record) == int(optimizer.skipped_steps) <= 1
+    for p in params_of(optimizer):
+        assert p.isfinite().all()
+        assert all(torch.as_tensor(value).isfinite().all() for value in optimizer.state[p].values())
+    random_gradients(params_of(optimizer), seed=9)
+    pair.sync()
+    pair.step(1.0)
+    pair.check_step()
+
+
+def test_ngnd_takes_a_huge_gradient_for_what_it_is(backend: str) -> None:
+    """Without a second moment nothing overflows in storage: γ g = 2h/g, next to nothing."""
+    pair = after(0, NGND, backend)
+    poison(pair.optimizer, (2, 1024), 1e30)
+    pair.step(1.0)
+    pair.check_step()
+
+
+@EVERY
+def test_storage_overflow(algorithm: Algorithm, backend: str) -> None:
+    """6e4 + 1e4 does not fit float16: that element keeps x, m and v, every other one moves."""
+    columns = [[parameter(torch.tensor([0.1, 6e4, -6e4, 2.0], dtype=torch.float16))]]
+    pair = Pair(algorithm, algorithm.build(columns, [Hyper(2e4, 0.5)], backend=backend))
+    columns[0][0].grad = torch.tensor([0.5, -1.0, -1.0, 1.0], dtype=torch.float16)
+    assert_only_those_stand_still(pair, {(0, 1)}, 1e12)

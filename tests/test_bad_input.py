@@ -1,0 +1,406 @@
+"""Bad input: an error that names the argument, the value and what is valid; nothing changes."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    ALGORITHMS,
+    NGN,
+    NGND,
+    NGND_RMS,
+    NGNM,
+    Algorithm,
+    DecNGNMDv1,
+    NGNMDv1,
+    NGNMDv2,
+    assert_unchanged,
+    parameter,
+    params_of,
+    random_columns,
+    random_gradients,
+    snapshot,
+)
+
+from ngn_kernels.backends import availability
+
+NAN, INF = float("nan"), float("inf")
+
+# Algorithm, argument, bad value, what the message must say besides the argument's name.
+HYPER_PARAMETERS: list[tuple[Algorithm, str, Any, str]] = [
+    *((algorithm, "lr", -0.5, r"-0\.5") for algorithm in ALGORITHMS),
+    *((algorithm, "weight_decay", -0.25, r"-0\.25") for algorithm in ALGORITHMS),
+    (NGN, "lr", NAN, "nan"),
+    (NGN, "lr", INF, "inf"),
+    (NGN, "lr", "fast", "fast"),
+    (NGN, "lr", torch.tensor([0.1, 0.2]), ""),
+    (NGN, "lr", torch.tensor(-0.5), r"-0\.5"),
+    (NGN, "weight_decay", NAN, "nan"),
+    (NGNM, "momentum", 1.0, r"1\.0"),
+    (NGNM, "momentum", -0.1, r"-0\.1"),
+    (NGNM, "momentum", NAN, "nan"),
+    (NGNMDv1, "betas", (1.0, 0.999), r"1\.0"),
+    (NGNMDv1, "betas", (0.9, 1.0), r"1\.0"),
+    (NGNMDv2, "betas", (-0.1, 0.999), r"-0\.1"),
+    (NGNMDv2, "betas", (0.9, NAN), "nan"),
+    (NGNMDv2, "betas", (0.9,), r"0\.9"),
+    (NGNMDv2, "betas", 0.9, r"0\.9"),
+    (NGNMDv1, "eps", 0.0, r"0\.0"),
+    (DecNGNMDv1, "eps", -1e-8, "-1e-08"),
+    (NGND_RMS, "eps", NAN, "nan"),
+    (NGND_RMS, "beta2", 1.5, r"1\.5"),
+    (NGND_RMS, "beta2", -0.5, r"-0\.5"),
+]
+OPTIONS: list[tuple[str, Any, str]] = [
+    ("max_grad_norm", -1.0, r"-1\.0"),
+    ("max_grad_norm", NAN, "nan"),
+    ("loss_floor", NAN, "nan"),
+    ("loss_floor", INF, "inf"),
+    ("backend", "gpu", "gpu"),
+]
+# Any of the ways to state a valid range.
+RANGE = re.compile(
+    r"[\[(]0|>=? ?0|≥|at least|between|positive|negative|finite|one of|one-element|1-element"
+    r"|single|None|number"
+)
+
+
+def good(algorithm: Algorithm, backend: str, **options: Any) -> Any:
+    """An optimizer after one step, with gradients for the next."""
+    columns = random_columns([[(3,), (5, 7)], [(40,)]])
+    optimizer = algorithm.build(columns, backend=backend, **options)
+    for k in range(2):
+        random_gradients(params_of(optimizer), seed=k)
+        if k == 0:
+            optimizer.step(loss=1.0)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "argument", "value", "says"),
+    HYPER_PARAMETERS,
+    ids=lambda value: str(value).replace("\n", " "),
+)
+@pytest.mark.parametrize("place", ["constructor", "group", "add_param_group"])
+def test_hyper_parameters(
+    algorithm: Algorithm, argument: str, value: Any, says: str, place: str
+) -> None:
+    p, q = parameter(torch.ones(2)), parameter(torch.ones(3))
+    optimizer = algorithm.simple([q])
+    with pytest.raises((ValueError, TypeError), match=rf"(?s){argument}.*{says}") as caught:
+        if place == "constructor":
+            algorithm.simple([p], **{argument: value})
+        elif place == "group":
+            algorithm.simple([{"params": [p], argument: value}])
+        else:
+            optimizer.add_param_group({"params": [p], argument: value})
+    assert RANGE.search(str(caught.value)), f"no valid range in: {caught.value}"
+    if not isinstance(value, str | float | tuple) or argument == "betas":
+        assert isinstance(caught.value, ValueError | TypeError)
+    else:
+        assert isinstance(caught.value, ValueError) or isinstance(value, str)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(("argument", "value", "says"), OPTIONS, ids=str)
+@pytest.mark.parametrize("algorithm", [NGN, NGNMDv1, NGNMDv2], ids=str)
+def test_options(algorithm: Algorithm, argument: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){argument}.*{says}") as caught:
+        algorithm.simple([parameter(torch.ones(2))], **{argument: value})
+    if argument != "backend":
+        assert RANGE.search(str(caught.value)), f"no valid range in: {caught.value}"
+
+
+def test_unknown_backend_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="gpu") as caught:
+        NGN.simple([parameter(torch.ones(2))], backend="gpu")
+    for name in ("auto", *availability()):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", availability())
+def test_backend_that_cannot_run_raises_with_the_reason(name: str) -> None:
+    reason = availability()[name]
+    if reason is None:
+        pytest.skip("it can run here")
+    p = parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    with pytest.raises((RuntimeError, ValueError, ImportError)) as caught:
+        NGN.simple([p], backend=name).step(loss=1.0)
+    assert name in str(caught.value) and reason in str(caught.value)
+    assert torch.equal(p, torch.ones(2))
+
+
+def test_unknown_preconditioner() -> None:
+    with pytest.raises(ValueError, match=r"(?s)preconditioner.*adam.*rms"):
+        NGND.simple([parameter(torch.ones(2))], preconditioner="adam")
+
+
+def test_unknown_argument() -> None:
+    with pytest.raises(TypeError, match="nesterov"):
+        NGNM.simple([parameter(torch.ones(2))], nesterov=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("loss_floor", 0.0),
+        ("max_grad_norm", 1.0),
+        ("backend", "reference"),
+        ("preconditioner", None),
+    ],
+)
+@pytest.mark.parametrize("algorithm", [NGND, NGNMDv1], ids=str)
+@pytest.mark.parametrize("late", [False, True], ids=["constructor", "add_param_group"])
+def test_option_of_the_optimizer_in_a_group(
+    algorithm: Algorithm, option: str, value: Any, late: bool
+) -> None:
+    group = {"params": [parameter(torch.ones(2))], option: value}
+    optimizer = algorithm.simple([parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match=option):
+        optimizer.add_param_group(group) if late else algorithm.simple([group])
+    assert len(optimizer.param_groups) == 1
+
+
+LOSSES: dict[str, tuple[Any, str]] = {
+    "two elements": (torch.tensor([1.0, 2.0]), r"element|scalar|mean|sum"),
+    "no elements": (torch.tensor([]), r"element|scalar|mean|sum"),
+    "matrix": (torch.ones(2, 2), r"element|scalar|mean|sum"),
+    "negative": (-1.0, "loss_floor"),
+    "negative tensor": (torch.tensor(-1.0), "loss_floor"),
+    "string": ("0.5", "str|number"),
+    "list": ([1.0], "list|number"),
+    "dict": ({"loss": 1.0}, "dict|number"),
+    "complex": (1 + 2j, "complex|number|real"),
+    "complex tensor": (torch.tensor(1 + 2j), "complex|number|real"),
+}
+
+
+@pytest.mark.parametrize("algorithm", [NGN, NGNMDv1, NGNMDv2], ids=str)
+@pytest.mark.parametrize(("loss", "says"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("way", ["keyword", "closure", "set_loss"])
+def test_bad_loss(algorithm: Algorithm, backend: str, loss: Any, says: str, way: str) -> None:
+    optimizer = good(algorithm, backend)
+    before = snapshot(optimizer)
+    with pytest.raises((TypeError, ValueError), match=rf"(?s)loss.*({says})|({says}).*loss"):
+        if way == "keyword":
+            optimizer.step(loss=loss)
+        elif way == "closure":
+            optimizer.step(lambda: loss)
+        else:
+            optimizer.set_loss(loss)
+            optimizer.step()
+    assert_unchanged(optimizer, before)
+    assert int(optimizer.skipped_steps) == 0
+
+
+@pytest.mark.parametrize("weight", [-1.0, NAN, "heavy"])
+def test_bad_weight_of_set_loss(backend: str, weight: Any) -> None:
+    optimizer = good(NGNMDv1, backend)
+    with pytest.raises((TypeError, ValueError), match="weight"):
+        optimizer.set_loss(1.0, weight=weight)
+
+
+@pytest.mark.parametrize("loss", [NAN, INF, -INF])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_non_finite_loss_says_so(algorithm: Algorithm, backend: str, loss: float) -> None:
+    optimizer = good(algorithm, backend)
+    before = snapshot(optimizer)
+    with pytest.warns(RuntimeWarning, match="loss"):
+        optimizer.step(loss=loss)
+    assert_unchanged(optimizer, before)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_non_finite_gradient_says_so(algorithm: Algorithm, backend: str, value: float) -> None:
+    optimizer = good(algorithm, backend)
+    params_of(optimizer)[1].grad[2, 3] = value
+    with pytest.warns(RuntimeWarning, match="gradient"):
+        optimizer.step(loss=1.0)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_sparse_gradient(algorithm: Algorithm, backend: str) -> None:
+    """The error names the parameter; the dense parameters beside it do not move either."""
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    dense = parameter(torch.ones(4))
+    params = [("encoder.table", embedding.weight), ("head", dense)]
+    optimizer = algorithm.simple(params, backend=backend)
+    (embedding(torch.tensor([1, 3])).sum() + dense.sum()).backward()
+    before = snapshot(optimizer)
+    with pytest.raises(
+        (RuntimeError, ValueError, TypeError), match=r"(?s)encoder\.table"
+    ) as caught:
+        optimizer.step(loss=1.0)
+    assert "sparse" in str(caught.value)
+    assert_unchanged(optimizer, before)
+
+
+def test_sparse_gradient_without_names(backend: str) -> None:
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = NGNMDv1.simple(
+        [{"params": [parameter(torch.ones(2))]}, {"params": embedding.parameters()}],
+        backend=backend,
+    )
+    embedding(torch.tensor([1, 3])).sum().backward()
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=r"(?s)1") as caught:
+        optimizer.step(loss=1.0)
+    assert "sparse" in str(caught.value) and "group" in str(caught.value)
+
+
+# Checkpoints that do not fit.
+
+
+def of_another_algorithm(backend: str) -> dict[str, Any]:
+    return good(NGNMDv2, backend).state_dict()
+
+
+def with_wrong_shapes(backend: str) -> dict[str, Any]:
+    saved = copy.deepcopy(good(NGNMDv1, backend).state_dict())
+    saved["state"][1]["exp_avg_sq"] = torch.zeros(7, 5)
+    return saved
+
+
+def with_more_groups(backend: str) -> dict[str, Any]:
+    optimizer = good(NGNMDv1, backend)
+    optimizer.add_param_group({"params": [parameter(torch.ones(2))]})
+    return optimizer.state_dict()
+
+
+def with_other_groups(backend: str) -> dict[str, Any]:
+    columns = random_columns([[(3,)], [(5, 7), (40,)]])
+    return NGNMDv1.build(columns, backend=backend).state_dict()
+
+
+def of_adamw(backend: str) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(
+        [{"params": column} for column in random_columns([[(3,), (5, 7)], [(40,)]])]
+    )
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+BAD_CHECKPOINTS = {
+    of_another_algorithm: "NGNMDv2(.|\n)*NGNMDv1|NGNMDv1(.|\n)*NGNMDv2",
+    with_wrong_shapes: "exp_avg_sq",
+    with_more_groups: "group",
+    with_other_groups: "group",
+    of_adamw: "NGNMDv1",
+}
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"), BAD_CHECKPOINTS.items(), ids=lambda v: getattr(v, "__name__", "")
+)
+def test_state_dict_that_does_not_fit(backend: str, bad: Any, says: str) -> None:
+    optimizer = good(NGNMDv1, backend)
+    before = snapshot(optimizer)
+    groups = copy.deepcopy([{**g, "params": None} for g in optimizer.param_groups])
+    with pytest.raises(ValueError, match=says):
+        optimizer.load_state_dict(bad(backend))
+    assert_unchanged(optimizer, before)
+    assert [{**g, "params": None} for g in optimizer.param_groups] == groups
+    optimizer.step(loss=1.0)
+
+
+def test_ngnd_checkpoints_know_their_preconditioner(backend: str) -> None:
+    """Plain NGN-D has no second moment: loading it under RMS would restart it in silence."""
+    plain, rms = good(NGND, backend), good(NGND_RMS, backend)
+    before = snapshot(rms)
+    with pytest.raises(ValueError):
+        rms.load_state_dict(plain.state_dict())
+    assert_unchanged(rms, before)
+
+
+# Parameters that share memory.
+
+
+def build_and_step(params: Any, backend: str) -> None:
+    """Construct and step; one of the two must refuse."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer = NGNMDv1.simple(params, backend=backend)
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+
+
+def shared(first: slice, second: slice) -> list[tuple[str, torch.Tensor]]:
+    base = torch.zeros(10)
+    return [("left", parameter(base[first])), ("right", parameter(base[second]))]
+
+
+OVERLAPS = {
+    "a common element": shared(slice(0, 6), slice(5, 10)),
+    "one inside the other": shared(slice(0, 10), slice(2, 4)),
+    "the same memory": shared(slice(0, 10), slice(0, 10)),
+    "strided on dense": shared(slice(0, 10, 2), slice(3, 6)),
+}
+
+
+@pytest.mark.parametrize("params", OVERLAPS.values(), ids=OVERLAPS)
+def test_overlapping_parameters(backend: str, params: list[tuple[str, torch.Tensor]]) -> None:
+    with pytest.raises(ValueError, match=r"(?s)left.*right|right.*left"):
+        build_and_step(params, backend)
+    assert all((p == 0).all() for _, p in params)
+
+
+def test_parameter_that_overlaps_itself(backend: str) -> None:
+    p = parameter(torch.zeros(1).expand(4))
+    with pytest.raises(ValueError, match="wide"):
+        build_and_step([("wide", p)], backend)
+    assert (p == 0).all()
+
+
+def test_overlap_that_appears_later(backend: str) -> None:
+    """Swapping `.data` can make parameters overlap after the optimizer was built."""
+    optimizer = good(NGNMDv1, backend)
+    params = params_of(optimizer)
+    params[2].data = params[1].data.view(-1)[:30]
+    params[2].grad = torch.ones(30)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError):
+        optimizer.step(loss=1.0)
+    assert all(torch.equal(p, x) for p, x in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["one group", "two groups", "add_param_group"])
+def test_the_same_parameter_twice(backend: str, layout: str) -> None:
+    p = parameter(torch.zeros(4))
+    with pytest.raises(ValueError):
+        if layout == "one group":
+            build_and_step([p, p], backend)
+        elif layout == "two groups":
+            build_and_step([{"params": [p]}, {"params": [p]}], backend)
+        else:
+            NGNMDv1.simple([p], backend=backend).add_param_group({"params": [p]})
+    assert (p == 0).all()
+
+
+def test_integer_parameters(backend: str) -> None:
+    p = torch.ones(3, dtype=torch.int64)
+    with pytest.raises((TypeError, ValueError), match="int64"):
+        optimizer = NGN.simple([p], backend=backend)
+        p.grad = torch.ones(3, dtype=torch.int64)
+        optimizer.step(loss=1.0)
+
+
+def test_no_parameters() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        NGN.simple([])
+
+
+def test_scheduler_that_breaks_a_value(backend: str) -> None:
+    """Values are checked again at the step, since schedulers and users write into groups."""
+    optimizer = good(NGNMDv1, backend)
+    before = snapshot(optimizer)
+    optimizer.param_groups[1]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"(?s)lr.*-1\.0"):
+        optimizer.step(loss=1.0)
+    assert_unchanged(optimizer, before)

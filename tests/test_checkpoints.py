@@ -1,0 +1,212 @@
+"""state_dict, deepcopy and pickle: a copy goes on bit for bit as the original would have."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from conftest import runnable_backends
+from helpers import (
+    ALGORITHMS,
+    Algorithm,
+    NGNMDv1,
+    Pair,
+    parameter,
+    params_of,
+    random_columns,
+    random_gradients,
+    snapshot,
+)
+
+EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+SHAPES = ([(3,), (5, 7)], [(40,), ()])
+
+
+def trained(algorithm: Algorithm, backend: str, dtype: torch.dtype, **options: Any) -> Any:
+    """After three steps, one parameter having missed the second."""
+    optimizer = algorithm.build(random_columns(SHAPES, dtype), backend=backend, **options)
+    for k in range(3):
+        advance(optimizer, k, skip_one=k == 1)
+    return optimizer
+
+
+def untrained(like: Any, algorithm: Algorithm, backend: str, **options: Any) -> Any:
+    """Another optimizer over copies of the same parameters, with other values in its groups."""
+    columns = [
+        [parameter(p.detach().clone()) for p in group["params"]] for group in like.param_groups
+    ]
+    groups = [{"params": column, "lr": 0.123} for column in columns]
+    return algorithm.simple(groups, backend=backend, **options)
+
+
+def advance(optimizer: Any, seed: int, skip_one: bool = False) -> None:
+    random_gradients(params_of(optimizer), seed=seed)
+    if skip_one:
+        params_of(optimizer)[1].grad = None
+    optimizer.step(loss=1.0 / (seed + 1))
+
+
+@EVERY
+@pytest.mark.essential
+def test_round_trip_goes_on_bit_for_bit(
+    algorithm: Algorithm, backend: str, dtype: torch.dtype
+) -> None:
+    """Through torch.save and weights_only load, in every dtype: state is never recast."""
+    optimizer = trained(algorithm, backend, dtype, max_grad_norm=0.7)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = untrained(optimizer, algorithm, backend, max_grad_norm=0.7)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for k in range(3, 6):
+        assert snapshot(other) == snapshot(optimizer)
+        for p, q in zip(params_of(optimizer), params_of(other), strict=True):
+            for key, value in optimizer.state[p].items():
+                assert other.state[q][key].dtype == value.dtype
+        advance(optimizer, k)
+        advance(other, k)
+    assert snapshot(other) == snapshot(optimizer)
+
+
+@EVERY
+def test_loaded_values_of_the_groups(algorithm: Algorithm, backend: str) -> None:
+    optimizer = trained(algorithm, backend, torch.float32)
+    other = untrained(optimizer, algorithm, backend)
+    other.load_state_dict(optimizer.state_dict())
+    for mine, theirs in zip(other.param_groups, optimizer.param_groups, strict=True):
+        assert {k: v for k, v in mine.items() if k != "params"} == {
+            k: v for k, v in theirs.items() if k != "params"
+        }
+
+
+@EVERY
+def test_the_copy_is_independent(algorithm: Algorithm, backend: str) -> None:
+    optimizer = trained(algorithm, backend, torch.float32)
+    other = untrained(optimizer, algorithm, backend)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = snapshot(optimizer)
+    advance(other, 9)
+    assert snapshot(optimizer) == before
+
+
+@EVERY
+def test_state_goes_to_another_backend(algorithm: Algorithm, backend: str) -> None:
+    optimizer = trained(algorithm, backend, torch.float32)
+    for name in runnable_backends():
+        other = untrained(optimizer, algorithm, name)
+        other.load_state_dict(optimizer.state_dict())
+        assert snapshot(other) == snapshot(optimizer)
+        pair = Pair(algorithm, other)
+        random_gradients(params_of(other), seed=7)
+        pair.step(0.4)
+        pair.check_step()
+
+
+@EVERY
+def test_state_dict_carries_no_backend(algorithm: Algorithm, backend: str) -> None:
+    saved = trained(algorithm, backend, torch.float32).state_dict()
+    assert not any(
+        {"backend", "max_grad_norm", "loss_floor"} & set(g) for g in saved["param_groups"]
+    )
+
+
+@EVERY
+def test_float32_state_for_float64_parameters_is_kept(algorithm: Algorithm, backend: str) -> None:
+    """State loaded under parameters of another dtype stays what it was, and the step goes on."""
+    if backend == "triton":
+        pytest.skip("no float64 on this backend")
+    optimizer = trained(algorithm, backend, torch.float32)
+    other = algorithm.build(
+        [[parameter(p.detach().double()) for p in g["params"]] for g in optimizer.param_groups],
+        backend=backend,
+    )
+    other.load_state_dict(optimizer.state_dict())
+    for p, q in zip(params_of(optimizer), params_of(other), strict=True):
+        for key, value in optimizer.state[p].items():
+            loaded = other.state[q][key]
+            assert loaded.dtype == value.dtype and torch.equal(loaded, value)
+    advance(optimizer, 5)
+    advance(other, 5)
+    for p, q in zip(params_of(optimizer), params_of(other), strict=True):
+        torch.testing.assert_close(q, p.double(), rtol=1e-5, atol=1e-7)
+
+
+@EVERY
+def test_load_into_channels_last(algorithm: Algorithm, backend: str) -> None:
+    """State saved from contiguous parameters, loaded under channels_last ones, and back."""
+    shape = (4, 3, 5, 2)
+    (p,) = random_columns([[shape]])[0]
+    optimizer = algorithm.simple([p], backend=backend)
+    advance(optimizer, 0)
+    moved = parameter(p.detach().contiguous(memory_format=torch.channels_last))
+    pair = Pair(algorithm, algorithm.simple([moved], backend=backend))
+    pair.optimizer.load_state_dict(optimizer.state_dict())
+    pair.sync()
+    random_gradients([moved], seed=1)
+    pair.step(0.5)
+    pair.check_step()
+
+    back = Pair(
+        algorithm, algorithm.simple([parameter(moved.detach().contiguous())], backend=backend)
+    )
+    back.optimizer.load_state_dict(pair.optimizer.state_dict())
+    back.sync()
+    random_gradients(params_of(back.optimizer), seed=2)
+    back.step(0.5)
+    back.check_step()
+
+
+@EVERY
+def test_complex_round_trip(algorithm: Algorithm, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = parameter(torch.randn(6, generator=generator, dtype=torch.complex64))
+    optimizer = algorithm.simple([p], backend=backend)
+    advance(optimizer, 0)
+    other = algorithm.simple([parameter(p.detach().clone())], backend=backend)
+    other.load_state_dict(optimizer.state_dict())
+    advance(optimizer, 1)
+    advance(other, 1)
+    assert snapshot(other) == snapshot(optimizer)
+
+
+@EVERY
+def test_deepcopy_and_pickle(algorithm: Algorithm, backend: str) -> None:
+    optimizer = trained(algorithm, backend, torch.float32, max_grad_norm=0.7, loss_floor=-1.0)
+    copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    before = snapshot(optimizer)
+    for other in copies:
+        assert snapshot(other) == before
+        advance(other, 5)
+        assert type(other) is type(optimizer)
+        assert int(other.skipped_steps) == 0
+    assert snapshot(optimizer) == before, "a copy must not share tensors with the original"
+    advance(optimizer, 5)
+    for other in copies:
+        assert snapshot(other) == snapshot(optimizer)
+
+
+def test_deepcopy_together_with_the_model(backend: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = NGNMDv1.simple(model.parameters(), backend=backend)
+    advance(optimizer, 0)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    assert params_of(twin)[0] is twin_model.weight
+    advance(twin, 1)
+    advance(optimizer, 1)
+    assert torch.equal(twin_model.weight, model.weight)
+
+
+def test_load_state_dict_hooks(backend: str) -> None:
+    optimizer = trained(NGNMDv1, backend, torch.float32)
+    calls = []
+    other = untrained(optimizer, NGNMDv1, backend)
+    other.register_load_state_dict_pre_hook(lambda opt, state: calls.append("before"))
+    other.register_load_state_dict_post_hook(lambda opt: calls.append("after"))
+    optimizer.register_state_dict_post_hook(lambda opt, state: calls.append("saved"))
+    other.load_state_dict(optimizer.state_dict())
+    assert calls == ["saved", "before", "after"]
+    assert snapshot(other) == snapshot(optimizer)

@@ -1,0 +1,267 @@
+"""Every algorithm against the oracle: parameters and state, after every step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    ALGORITHMS,
+    Algorithm,
+    Hyper,
+    Pair,
+    parameter,
+    params_of,
+    random_columns,
+    random_gradients,
+)
+from torch import Tensor
+
+pytestmark = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+
+SHAPES = (
+    [(), (1,), (7,), (3, 5), (16,), (0,), (1025,), (2, 3, 4)],
+    [(8,), (9, 1), (0, 3), (17,), (33, 5), (1,)],
+)
+# Below, at and above SIMD widths, blocks and chunks.
+SIZES = (
+    *(0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025),
+    *(4095, 4096, 4097, 16383, 16384, 16385),
+)
+GUARD = 64
+
+
+@pytest.mark.essential
+@pytest.mark.dtypes(torch.float64, torch.float32)
+def test_fifty_steps(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
+    """Two groups, decay, clipping on and off, a parameter that sometimes has no gradient."""
+    options: dict[str, Any] = {"loss_floor": 0.25, "max_grad_norm": 1.0}
+    columns = random_columns(SHAPES, dtype)
+    pair = Pair(algorithm, algorithm.build(columns, backend=backend, **options), **options)
+    draw = random.Random(0)
+    for k in range(50):
+        random_gradients(params_of(pair.optimizer), seed=k, norm=10 ** draw.uniform(-1, 1))
+        if k % 3 == 1:
+            columns[0][6].grad = None
+            columns[1][0].grad = None
+        if k == 10:
+            for p in params_of(pair.optimizer):
+                p.grad = None if p.grad is None else torch.zeros_like(p)
+        at_the_floor = k in (10, 20)
+        pair.step(0.25 if at_the_floor else 0.25 + 10 ** draw.uniform(-2, 1))
+        pair.check_trajectory()
+    assert int(pair.optimizer.skipped_steps) == 0
+
+
+@pytest.mark.essential
+def test_sizes(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
+    """Three single steps at every size, with nothing written or read outside the tensors."""
+    params, buffers = [], []
+    for i, size in enumerate(SIZES):
+        ((values,),) = random_columns([[(size,)]], dtype, seed=i)
+        data, buffer = guarded(values.detach())
+        params.append(parameter(data))
+        buffers.append(buffer)
+    columns = [params[::2], params[1::2]]
+    pair = Pair(algorithm, algorithm.build(columns, backend=backend))
+    for k in range(3):
+        random_gradients(params, seed=k)
+        for p in params:
+            assert p.grad is not None
+            p.grad, buffer = guarded(p.grad)
+            buffers.append(buffer)
+            state = pair.optimizer.state.get(p, {})
+            for key in {"momentum_buffer", "exp_avg_sq"} & set(state):
+                state[key], buffer = guarded(state[key])
+                buffers.append(buffer)
+        pair.sync()
+        pair.step(1.5)
+        pair.check_step()
+    for buffer in buffers:
+        assert buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all()
+
+
+def guarded(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The values inside a larger buffer of NaN, and that buffer."""
+    buffer = torch.full((values.numel() + 2 * GUARD,), float("nan"), dtype=values.dtype)
+    inner = buffer[GUARD : GUARD + values.numel()]
+    inner.copy_(values)
+    return inner, buffer
+
+
+@pytest.mark.essential
+def test_steps_from_identical_state(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
+    """In every dtype, at t = 1, 2, 3, with clipping; low-precision parameters have fp32 state."""
+    options: dict[str, Any] = {"max_grad_norm": 2.0, "loss_floor": -0.5}
+    columns = random_columns(SHAPES, dtype)
+    pair = Pair(algorithm, algorithm.build(columns, backend=backend, **options), **options)
+    for k in range(3):
+        random_gradients(params_of(pair.optimizer), seed=k, norm=3.0 / (k + 1))
+        pair.sync()
+        pair.step(0.7 + k)
+        pair.check_step()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for p in params_of(pair.optimizer):
+        for key in {"momentum_buffer", "exp_avg_sq"} & set(pair.optimizer.state[p]):
+            assert pair.optimizer.state[p][key].dtype == wide
+            assert pair.optimizer.state[p][key].shape == p.shape
+
+
+@pytest.mark.essential
+@pytest.mark.dtypes(torch.bfloat16, torch.float16, torch.float32)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_another_dtype(
+    algorithm: Algorithm, backend: str, dtype: torch.dtype, grad_dtype: torch.dtype
+) -> None:
+    if grad_dtype == dtype:
+        pytest.skip("the same dtype is the case above")
+    if not hasattr(Tensor, "grad_dtype"):
+        pytest.skip("this torch keeps gradients in their parameter's dtype")
+    columns = random_columns(SHAPES, dtype)
+    pair = Pair(algorithm, algorithm.build(columns, backend=backend))
+    for k in range(2):
+        random_gradients(params_of(pair.optimizer), seed=k, dtype=grad_dtype)
+        pair.sync()
+        pair.step(2.0)
+        pair.check_step()
+
+
+@pytest.mark.essential
+def test_dtypes_side_by_side(algorithm: Algorithm, backend: str) -> None:
+    """float32, bfloat16 and float16 parameters in one group share one denominator."""
+    shapes = [(5,), (40, 30), (129,)]
+    low = [random_columns([shapes], d, seed=3)[0] for d in (torch.float16, torch.bfloat16)]
+    columns = [random_columns([shapes])[0] + low[0], low[1]]
+    pair = Pair(algorithm, algorithm.build(columns, backend=backend))
+    for k in range(2):
+        random_gradients(params_of(pair.optimizer), seed=k)
+        pair.sync()
+        pair.step(0.9)
+        pair.check_step()
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5, 1e6])
+def test_amp_scale(algorithm: Algorithm, backend: str, max_grad_norm: float | None) -> None:
+    """Scaled gradients with `grad_scale` set are unscaled inside, before clipping."""
+    optimizer = algorithm.build(
+        random_columns(SHAPES), backend=backend, max_grad_norm=max_grad_norm
+    )
+    pair = Pair(algorithm, optimizer, max_grad_norm=max_grad_norm)
+    for k in range(2):
+        random_gradients(params_of(optimizer), seed=k, norm=1024.0)
+        grads = [p.grad.clone() for p in params_of(optimizer) if p.grad is not None]
+        optimizer.grad_scale = torch.tensor(1024.0)
+        optimizer.found_inf = torch.tensor(0.0)
+        pair.sync()
+        pair.step(1.1, grad_scale=1024.0)
+        pair.check_step()
+        for p, grad in zip(params_of(optimizer), grads, strict=True):
+            assert torch.equal(p.grad, grad), "the step must leave gradients as they are"
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("loss", [0.0, 1e-30, 1e30])
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_limits_of_the_loss(
+    algorithm: Algorithm, backend: str, loss: float, gradient: float
+) -> None:
+    """Nothing divides by the loss: at h = 0 every formula takes its limit, and stays finite."""
+    pair = Pair(algorithm, algorithm.build(random_columns([[(9,)], [(4, 4)]]), backend=backend))
+    for k in range(2):
+        random_gradients(params_of(pair.optimizer), seed=k, norm=gradient)
+        pair.sync()
+        pair.step(loss)
+        pair.check_step()
+
+
+def test_zero_lr_moves_only_by_momentum(algorithm: Algorithm, backend: str) -> None:
+    pair = Pair(algorithm, algorithm.build(random_columns([[(9,)], [(4, 4)]]), backend=backend))
+    for k, lr in enumerate((0.3, 0.0, 0.0)):
+        pair.optimizer.param_groups[0]["lr"] = lr
+        random_gradients(params_of(pair.optimizer), seed=k)
+        pair.sync()
+        pair.step(0.4)
+        pair.check_step()
+
+
+def test_a_parameter_without_gradient_stands_still(algorithm: Algorithm, backend: str) -> None:
+    """Its x, m, v and t all stand still, and go on from there when the gradient is back."""
+    (p, q), _ = columns = random_columns([[(5,), (6,)], [(3,)]])
+    pair = Pair(algorithm, algorithm.build(columns, backend=backend))
+    for k in range(6):
+        random_gradients(params_of(pair.optimizer), seed=k)
+        before = None
+        if k in (2, 3):
+            q.grad = None
+            before = [t.clone() for t in (q, *pair.optimizer.state[q].values())]
+        pair.step(1.0)
+        if before is not None:
+            after = (q, *pair.optimizer.state[q].values())
+            assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        pair.sync()
+    if algorithm.rms:
+        assert int(pair.optimizer.state[p]["step"]) == 6
+        assert int(pair.optimizer.state[q]["step"]) == 4
+
+
+@pytest.mark.dtypes(torch.float64)
+def test_closed_loop(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
+    """A real problem, where loss and gradient come from the parameters."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(40, 6, generator=generator, dtype=dtype)
+    target = data @ torch.randn(6, generator=generator, dtype=dtype) + 1.0
+    weight, bias = parameter(torch.zeros(6, dtype=dtype)), parameter(torch.zeros((), dtype=dtype))
+    hypers = (Hyper(0.5, beta2=0.9, weight_decay=1e-3), Hyper(0.1, weight_decay=0.0))
+    pair = Pair(algorithm, algorithm.build([[weight], [bias]], hypers, backend=backend))
+    losses = []
+    for _ in range(30):
+        pair.optimizer.zero_grad()
+        loss = ((data @ weight + bias - target) ** 2).mean()
+        loss.backward()
+        losses.append(float(loss))
+        pair.step(loss)
+        pair.check_trajectory()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_defaults(algorithm: Algorithm, backend: str) -> None:
+    """The constructor's defaults, by value and by what one step does."""
+    params = random_columns([[(11,)]])[0]
+    optimizer = algorithm.simple(params, backend=backend)
+    group = optimizer.param_groups[0]
+    assert group["lr"] == (1.0 if algorithm.name in ("NGN", "NGNM") else 1e-2)
+    assert group["weight_decay"] == (1e-2 if algorithm.name in ("DecNGNMDv1", "NGNMDv1W") else 0)
+    if algorithm.momentum == "betas":
+        assert tuple(group["betas"]) == (0.9, 0.999) and group["eps"] == 1e-8
+    if algorithm.momentum == "momentum":
+        assert group["momentum"] == 0.9
+    if algorithm.name == "NGND":
+        assert group["beta2"] == 0.999 and group["eps"] == 1e-8
+    pair = Pair(algorithm, optimizer)
+    random_gradients(params, seed=0)
+    pair.step(0.5)
+    pair.check_step()
+
+
+def test_state_is_what_the_rule_needs(algorithm: Algorithm, backend: str) -> None:
+    params = random_columns([[(4,)]])[0]
+    optimizer = algorithm.simple(params, backend=backend)
+    random_gradients(params, seed=0)
+    optimizer.step(loss=1.0)
+    keys = set(optimizer.state[params[0]]) - {"step"}
+    wanted = {"momentum_buffer"} if algorithm.momentum else set()
+    assert keys == wanted | ({"exp_avg_sq"} if algorithm.rms else set())
+
+
+def test_the_suite_can_fail(algorithm: Algorithm, backend: str) -> None:
+    """A relative error of 1e-5 in one element of float32 is noticed."""
+    pair = Pair(algorithm, algorithm.build(random_columns([[(9,)], [(4, 4)]]), backend=backend))
+    random_gradients(params_of(pair.optimizer), seed=0)
+    pair.step(1.0)
+    with torch.no_grad():
+        params_of(pair.optimizer)[1][0, 0] *= 1 + 1e-5
+    with pytest.raises(AssertionError, match="parameter"):
+        pair.check_step()
