@@ -95,23 +95,32 @@ void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficie
 // True if any element kept its old value.
 template <bool MOMENTUM, bool COORDINATE, bool RMS, typename T>
 bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T> k) {
-  constexpr int width = VectorOf<T>::lanes;
-  auto finite = Vec<T>{} == Vec<T>{};
+  bool kept = false;
+  // As a branch that is hardly ever taken, keeping old values costs next to nothing.
+  const auto update_element = [&](auto element, auto gradient) {
+    const auto old = element;
+    const auto room = update<MOMENTUM, COORDINATE, RMS>(element, gradient, k);
+    if (__builtin_expect(any_negative(room), 0)) {
+      keep(old, room, element);
+      kept = true;
+    }
+    return element;
+  };
   int64_t i = 0;
-  for (; i + width <= n; i += width) {
-    Vec<T> x_i = load(x + i), m_i = MOMENTUM ? load(m + i) : Vec<T>{}, v_i = RMS ? load(v + i) : Vec<T>{};
-    finite &= update<MOMENTUM, COORDINATE, RMS>(x_i, m_i, v_i, load(g + i), k);
-    store(x + i, x_i);
-    if constexpr (MOMENTUM) store(m + i, m_i);
-    if constexpr (RMS) store(v + i, v_i);
+  for (; i + VectorOf<T>::lanes <= n; i += VectorOf<T>::lanes) {
+    const Element<Vec<T>> old = {load(x + i), MOMENTUM ? load(m + i) : Vec<T>{}, RMS ? load(v + i) : Vec<T>{}};
+    const Element<Vec<T>> element = update_element(old, load(g + i));
+    store(x + i, element.x);
+    if constexpr (MOMENTUM) store(m + i, element.m);
+    if constexpr (RMS) store(v + i, element.v);
   }
-  bool all_finite = true;
-  for (int j = 0; j < width; ++j) all_finite &= finite[j] != 0;
   for (; i < n; ++i) {
-    T unused = 0;
-    all_finite &= update<MOMENTUM, COORDINATE, RMS>(x[i], MOMENTUM ? m[i] : unused, RMS ? v[i] : unused, g[i], k);
+    const Element<T> element = update_element(Element<T>{x[i], MOMENTUM ? m[i] : T(0), RMS ? v[i] : T(0)}, g[i]);
+    x[i] = element.x;
+    if constexpr (MOMENTUM) m[i] = element.m;
+    if constexpr (RMS) v[i] = element.v;
   }
-  return !all_finite;
+  return kept;
 }
 
 bool computes_in_double(const Bucket& bucket) {
@@ -163,16 +172,17 @@ class CoefficientCache {
   Coefficients<T> k_;
 };
 
-// Hands the chunks out one by one, in order or in reverse, to `threads` threads.
+// Hands the chunks out to `threads` threads, in order or in reverse, some neighbours at a time.
 template <typename Work>
 void for_each_chunk(int64_t count, int threads, bool reverse, Work&& make_worker) {
   struct Shared {
     std::atomic<int64_t> next{0};
-    int64_t count;
+    int64_t count, batch;
     bool reverse;
     Work* make_worker;
   } shared;
   shared.count = count;
+  shared.batch = 1 + count / (16 * threads);
   shared.reverse = reverse;
   shared.make_worker = &make_worker;
   const int team = static_cast<int>(count < threads ? count : threads);
@@ -181,9 +191,11 @@ void for_each_chunk(int64_t count, int threads, bool reverse, Work&& make_worker
         Shared& shared = *static_cast<Shared*>(data);
         auto worker = (*shared.make_worker)();
         for (;;) {
-          const int64_t i = shared.next.fetch_add(1, std::memory_order_relaxed);
-          if (i >= shared.count) return;
-          worker(shared.reverse ? shared.count - 1 - i : i);
+          const int64_t begin = shared.next.fetch_add(shared.batch, std::memory_order_relaxed);
+          if (begin >= shared.count) return;
+          const int64_t end = begin + shared.batch < shared.count ? begin + shared.batch : shared.count;
+          const int64_t first = shared.reverse ? shared.count - end : begin;
+          for (int64_t i = first; i < first + end - begin; ++i) worker(i);
         }
       },
       &shared, team);

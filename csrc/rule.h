@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -42,7 +43,8 @@ struct Shrink {
 };
 
 NGN_HD inline bool is_finite(double value) {
-  return std::fabs(value) <= std::numeric_limits<double>::max();
+  constexpr double largest = std::numeric_limits<double>::max();
+  return std::fabs(value) <= largest;
 }
 
 // s = min(1, max_grad_norm / (norm + 1e-6))
@@ -139,33 +141,57 @@ NGN_HD inline void contribute(V x, V v, V g, const Coefficients<T>& k, V& weight
   if constexpr (REGULARISED) alignment += g * x;
 }
 
-// False, and nothing changed, where a new value would not be finite in its storage type.
+// How far the magnitude of a value is below a limit, counted in floating-point numbers: negative if
+// it is not below it, or not a number. Integer arithmetic leaves the busy floating-point units alone.
+template <typename V, typename T>
+NGN_HD inline auto room_below(V value, T limit) {
+  using Integer = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+  Integer limit_bits;
+  std::memcpy(&limit_bits, &limit, sizeof(limit));
+  std::conditional_t<std::is_floating_point_v<V>, Integer, decltype(V{} < V{})> bits;
+  std::memcpy(&bits, &value, sizeof(value));
+  constexpr Integer magnitude = std::numeric_limits<Integer>::max();
+  return limit_bits - 1 - (bits & magnitude);
+}
+
+template <typename V>
+struct Element {
+  V x, m, v;
+};
+
+// x, m, v to their new values. Negative where one would not be finite in its storage type: the
+// caller must keep() the old ones there.
 template <bool MOMENTUM, bool COORDINATE, bool RMS, typename V, typename T>
-NGN_HD inline auto update(V& x, V& m, V& v, V g, const Coefficients<T>& k) {
+NGN_HD inline auto update(Element<V>& element, V g, const Coefficients<T>& k) {
+  auto& [x, m, v] = element;
   g *= k.gradient_scale;
-  V v_new = V{}, d = V{} + T(1);
+  V d = V{} + T(1);
   if constexpr (RMS) {
-    v_new = second_moment(v, g, k);
-    d = preconditioner(v_new, k);
+    v = second_moment(v, g, k);
+    d = preconditioner(v, k);
   }
-  V m_new;
+  V displacement;
   if constexpr (COORDINATE) {
     const V denominator = k.two_h * d + k.lr * (g * g);
-    m_new = denominator == T(0) ? V{} : k.numerator * g / denominator;
+    displacement = denominator == T(0) ? V{} : k.numerator * g / denominator;
   } else {
-    m_new = k.step * g / d;
+    displacement = k.step * g / d;
   }
-  m_new += k.decay * x;
-  if constexpr (MOMENTUM) m_new += k.beta1 * m;
-  const V x_new = x - m_new;
+  displacement += k.decay * x;
+  if constexpr (MOMENTUM) displacement += k.beta1 * m;
+  m = displacement;
+  x = x - m;
+  // A non-finite m makes x so, too.
+  auto room = room_below(x, k.x_limit);
+  if constexpr (RMS) room |= room_below(v, k.state_limit);
+  return room;
+}
 
-  // A non-finite m_new makes x_new so, too.
-  auto finite = (x_new < k.x_limit) & (x_new > -k.x_limit);
-  if constexpr (RMS) finite &= v_new < k.state_limit;
-  x = finite ? x_new : x;
-  if constexpr (MOMENTUM) m = finite ? m_new : m;
-  if constexpr (RMS) v = finite ? v_new : v;
-  return finite;
+template <typename V, typename Room>
+NGN_HD inline void keep(const Element<V>& old, Room room, Element<V>& element) {
+  element.x = room < 0 ? old.x : element.x;
+  element.m = room < 0 ? old.m : element.m;
+  element.v = room < 0 ? old.v : element.v;
 }
 
 }  // namespace NGN_ISA

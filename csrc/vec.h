@@ -2,7 +2,11 @@
 // operators as a scalar, so that rule.h's element functions serve both.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 #include "tables.h"
 
@@ -35,6 +39,23 @@ inline Vec<T> load(const T* from) {
 template <typename T>
 inline void store(T* to, Vec<T> value) {
   std::memcpy(to, &value, sizeof(value));
+}
+
+// Whether any lane of a vector of integers, or a single integer, is below zero.
+inline bool any_negative(int32_t value) { return value < 0; }
+inline bool any_negative(int64_t value) { return value < 0; }
+template <typename Integers>
+inline bool any_negative(Integers values) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(values)) & (sizeof(values[0]) == 8 ? 0xaaaa : 0xffff);
+#elif defined(__AVX__)
+  return sizeof(values[0]) == 8 ? _mm256_movemask_pd(reinterpret_cast<__m256d>(values)) != 0
+                                : _mm256_movemask_ps(reinterpret_cast<__m256>(values)) != 0;
+#else
+  auto sign = values[0];
+  for (int i = 1; i < static_cast<int>(sizeof(values) / sizeof(values[0])); ++i) sign |= values[i];
+  return sign < 0;
+#endif
 }
 
 }  // namespace NGN_ISA

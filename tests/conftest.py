@@ -6,6 +6,7 @@ import os
 
 import hypothesis
 import pytest
+import torch
 from helpers import DTYPES
 
 from ngn_kernels.backends import availability
@@ -20,6 +21,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("search", deadline=None, max_examples=500)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# The tensors are small: a second thread would only wait.
+torch.set_num_threads(1)
 
 
 def runnable_backends() -> list[str]:

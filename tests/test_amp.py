@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    ALGORITHMS,
-    Algorithm,
-    Pair,
-    assert_unchanged,
-    params_of,
-    random_columns,
-    random_gradients,
-    snapshot,
-)
+from algorithms import EVERY, Algorithm
+from helpers import assert_unchanged, params_of, random_columns, random_gradients, snapshot
+from pair import Pair
 
 import ngn_kernels
 
-pytestmark = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+pytestmark = EVERY
 
 SCALE = 2.0**10
 

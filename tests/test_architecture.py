@@ -16,8 +16,8 @@ from ngn_kernels.backends import availability
 PACKAGE = Path(ngn_kernels.__file__).parent
 # A module may import from earlier rooms, and from its own.
 ROOMS = (
-    *("version", "rules", "checks", "state", "plan", "backends", "optimizer", "optimizers"),
-    *("__init__", "doctor", "__main__"),
+    *("version", "rules", "checks", "state", "scan", "plan", "backends"),
+    *("optimizer", "optimizers", "__init__", "doctor", "__main__"),
 )
 
 

@@ -7,30 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from algorithms import COORDINATE, EVERY, NGND, NGND_RMS, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
 from helpers import (
-    ALGORITHMS,
-    COORDINATE,
-    NGND,
-    NGND_RMS,
-    SCALAR,
-    Algorithm,
-    Hyper,
-    NGNMDv1,
-    NGNMDv2,
-    Pair,
     assert_unchanged,
-    parameter,
     params_of,
     random_columns,
     random_gradients,
     snapshot,
 )
+from pair import Pair
+from torch.nn import Parameter
 
 from ngn_kernels import SkippedStepWarning
 
 pytestmark = pytest.mark.essential
 
-EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 INF, NAN = float("inf"), float("nan")
 SHAPES = ([(3,), (5, 7)], [(1025,), ()])
 
@@ -284,7 +275,7 @@ def test_ngnd_takes_a_huge_gradient_for_what_it_is(backend: str) -> None:
 @EVERY
 def test_storage_overflow(algorithm: Algorithm, backend: str) -> None:
     """6e4 + 1e4 does not fit float16: that element keeps x, m and v, every other one moves."""
-    columns = [[parameter(torch.tensor([0.1, 6e4, -6e4, 2.0], dtype=torch.float16))]]
+    columns = [[Parameter(torch.tensor([0.1, 6e4, -6e4, 2.0], dtype=torch.float16))]]
     pair = Pair(algorithm, algorithm.build(columns, [Hyper(2e4, 0.5)], backend=backend))
     columns[0][0].grad = torch.tensor([0.5, -1.0, -1.0, 1.0], dtype=torch.float16)
     assert_only_those_stand_still(pair, {(0, 1)}, 1e12)

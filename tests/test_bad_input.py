@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
+from algorithms import (
     ALGORITHMS,
+    EVERY,
     NGN,
     NGND,
     NGND_RMS,
@@ -19,13 +20,15 @@ from helpers import (
     DecNGNMDv1,
     NGNMDv1,
     NGNMDv2,
+)
+from helpers import (
     assert_unchanged,
-    parameter,
     params_of,
     random_columns,
     random_gradients,
     snapshot,
 )
+from torch.nn import Parameter
 
 from ngn_kernels.backends import availability
 
@@ -90,9 +93,10 @@ def good(algorithm: Algorithm, backend: str, **options: Any) -> Any:
 def test_hyper_parameters(
     algorithm: Algorithm, argument: str, value: Any, says: str, place: str
 ) -> None:
-    p, q = parameter(torch.ones(2)), parameter(torch.ones(3))
+    p, q = Parameter(torch.ones(2)), Parameter(torch.ones(3))
     optimizer = algorithm.simple([q])
-    with pytest.raises((ValueError, TypeError), match=rf"(?s){argument}.*{says}") as caught:
+    kinds = ValueError if isinstance(value, float) else (ValueError, TypeError)
+    with pytest.raises(kinds, match=rf"(?s){argument}.*{says}") as caught:
         if place == "constructor":
             algorithm.simple([p], **{argument: value})
         elif place == "group":
@@ -100,10 +104,6 @@ def test_hyper_parameters(
         else:
             optimizer.add_param_group({"params": [p], argument: value})
     assert RANGE.search(str(caught.value)), f"no valid range in: {caught.value}"
-    if not isinstance(value, str | float | tuple) or argument == "betas":
-        assert isinstance(caught.value, ValueError | TypeError)
-    else:
-        assert isinstance(caught.value, ValueError) or isinstance(value, str)
     assert len(optimizer.param_groups) == 1
 
 
@@ -111,14 +111,14 @@ def test_hyper_parameters(
 @pytest.mark.parametrize("algorithm", [NGN, NGNMDv1, NGNMDv2], ids=str)
 def test_options(algorithm: Algorithm, argument: str, value: Any, says: str) -> None:
     with pytest.raises(ValueError, match=rf"(?s){argument}.*{says}") as caught:
-        algorithm.simple([parameter(torch.ones(2))], **{argument: value})
+        algorithm.simple([Parameter(torch.ones(2))], **{argument: value})
     if argument != "backend":
         assert RANGE.search(str(caught.value)), f"no valid range in: {caught.value}"
 
 
 def test_unknown_backend_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="gpu") as caught:
-        NGN.simple([parameter(torch.ones(2))], backend="gpu")
+        NGN.simple([Parameter(torch.ones(2))], backend="gpu")
     for name in ("auto", *availability()):
         assert name in str(caught.value)
 
@@ -128,7 +128,7 @@ def test_backend_that_cannot_run_raises_with_the_reason(name: str) -> None:
     reason = availability()[name]
     if reason is None:
         pytest.skip("it can run here")
-    p = parameter(torch.ones(2))
+    p = Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     with pytest.raises((RuntimeError, ValueError, ImportError)) as caught:
         NGN.simple([p], backend=name).step(loss=1.0)
@@ -138,12 +138,12 @@ def test_backend_that_cannot_run_raises_with_the_reason(name: str) -> None:
 
 def test_unknown_preconditioner() -> None:
     with pytest.raises(ValueError, match=r"(?s)preconditioner.*adam.*rms"):
-        NGND.simple([parameter(torch.ones(2))], preconditioner="adam")
+        NGND.simple([Parameter(torch.ones(2))], preconditioner="adam")
 
 
 def test_unknown_argument() -> None:
     with pytest.raises(TypeError, match="nesterov"):
-        NGNM.simple([parameter(torch.ones(2))], nesterov=True)
+        NGNM.simple([Parameter(torch.ones(2))], nesterov=True)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_unknown_argument() -> None:
 def test_option_of_the_optimizer_in_a_group(
     algorithm: Algorithm, option: str, value: Any, late: bool
 ) -> None:
-    group = {"params": [parameter(torch.ones(2))], option: value}
-    optimizer = algorithm.simple([parameter(torch.ones(3))])
+    group = {"params": [Parameter(torch.ones(2))], option: value}
+    optimizer = algorithm.simple([Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match=option):
         optimizer.add_param_group(group) if late else algorithm.simple([group])
     assert len(optimizer.param_groups) == 1
@@ -207,7 +207,7 @@ def test_bad_weight_of_set_loss(backend: str, weight: Any) -> None:
 
 
 @pytest.mark.parametrize("loss", [NAN, INF, -INF])
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@EVERY
 def test_non_finite_loss_says_so(algorithm: Algorithm, backend: str, loss: float) -> None:
     optimizer = good(algorithm, backend)
     before = snapshot(optimizer)
@@ -217,7 +217,7 @@ def test_non_finite_loss_says_so(algorithm: Algorithm, backend: str, loss: float
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@EVERY
 def test_non_finite_gradient_says_so(algorithm: Algorithm, backend: str, value: float) -> None:
     optimizer = good(algorithm, backend)
     params_of(optimizer)[1].grad[2, 3] = value
@@ -225,11 +225,11 @@ def test_non_finite_gradient_says_so(algorithm: Algorithm, backend: str, value: 
         optimizer.step(loss=1.0)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@EVERY
 def test_sparse_gradient(algorithm: Algorithm, backend: str) -> None:
     """The error names the parameter; the dense parameters beside it do not move either."""
     embedding = torch.nn.Embedding(5, 3, sparse=True)
-    dense = parameter(torch.ones(4))
+    dense = Parameter(torch.ones(4))
     params = [("encoder.table", embedding.weight), ("head", dense)]
     optimizer = algorithm.simple(params, backend=backend)
     (embedding(torch.tensor([1, 3])).sum() + dense.sum()).backward()
@@ -245,16 +245,13 @@ def test_sparse_gradient(algorithm: Algorithm, backend: str) -> None:
 def test_sparse_gradient_without_names(backend: str) -> None:
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = NGNMDv1.simple(
-        [{"params": [parameter(torch.ones(2))]}, {"params": embedding.parameters()}],
+        [{"params": [Parameter(torch.ones(2))]}, {"params": embedding.parameters()}],
         backend=backend,
     )
     embedding(torch.tensor([1, 3])).sum().backward()
     with pytest.raises((RuntimeError, ValueError, TypeError), match=r"(?s)1") as caught:
         optimizer.step(loss=1.0)
     assert "sparse" in str(caught.value) and "group" in str(caught.value)
-
-
-# Checkpoints that do not fit.
 
 
 def of_another_algorithm(backend: str) -> dict[str, Any]:
@@ -269,7 +266,7 @@ def with_wrong_shapes(backend: str) -> dict[str, Any]:
 
 def with_more_groups(backend: str) -> dict[str, Any]:
     optimizer = good(NGNMDv1, backend)
-    optimizer.add_param_group({"params": [parameter(torch.ones(2))]})
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
     return optimizer.state_dict()
 
 
@@ -319,9 +316,6 @@ def test_ngnd_checkpoints_know_their_preconditioner(backend: str) -> None:
     assert_unchanged(rms, before)
 
 
-# Parameters that share memory.
-
-
 def build_and_step(params: Any, backend: str) -> None:
     """Construct and step; one of the two must refuse."""
     with warnings.catch_warnings():
@@ -333,7 +327,7 @@ def build_and_step(params: Any, backend: str) -> None:
 
 def shared(first: slice, second: slice) -> list[tuple[str, torch.Tensor]]:
     base = torch.zeros(10)
-    return [("left", parameter(base[first])), ("right", parameter(base[second]))]
+    return [("left", Parameter(base[first])), ("right", Parameter(base[second]))]
 
 
 OVERLAPS = {
@@ -352,7 +346,7 @@ def test_overlapping_parameters(backend: str, params: list[tuple[str, torch.Tens
 
 
 def test_parameter_that_overlaps_itself(backend: str) -> None:
-    p = parameter(torch.zeros(1).expand(4))
+    p = Parameter(torch.zeros(1).expand(4))
     with pytest.raises(ValueError, match="wide"):
         build_and_step([("wide", p)], backend)
     assert (p == 0).all()
@@ -372,7 +366,7 @@ def test_overlap_that_appears_later(backend: str) -> None:
 
 @pytest.mark.parametrize("layout", ["one group", "two groups", "add_param_group"])
 def test_the_same_parameter_twice(backend: str, layout: str) -> None:
-    p = parameter(torch.zeros(4))
+    p = Parameter(torch.zeros(4))
     with pytest.raises(ValueError):
         if layout == "one group":
             build_and_step([p, p], backend)

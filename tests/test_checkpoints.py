@@ -9,21 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from algorithms import EVERY, Algorithm, NGNMDv1
 from conftest import runnable_backends
-from helpers import (
-    ALGORITHMS,
-    Algorithm,
-    NGNMDv1,
-    Pair,
-    parameter,
-    params_of,
-    random_columns,
-    random_gradients,
-    snapshot,
-)
-
-EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-SHAPES = ([(3,), (5, 7)], [(40,), ()])
+from helpers import SHAPES, params_of, random_columns, random_gradients, snapshot
+from pair import Pair
+from torch.nn import Parameter
 
 
 def trained(algorithm: Algorithm, backend: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -37,7 +27,7 @@ def trained(algorithm: Algorithm, backend: str, dtype: torch.dtype, **options: A
 def untrained(like: Any, algorithm: Algorithm, backend: str, **options: Any) -> Any:
     """Another optimizer over copies of the same parameters, with other values in its groups."""
     columns = [
-        [parameter(p.detach().clone()) for p in group["params"]] for group in like.param_groups
+        [Parameter(p.detach().clone()) for p in group["params"]] for group in like.param_groups
     ]
     groups = [{"params": column, "lr": 0.123} for column in columns]
     return algorithm.simple(groups, backend=backend, **options)
@@ -121,7 +111,7 @@ def test_float32_state_for_float64_parameters_is_kept(algorithm: Algorithm, back
         pytest.skip("no float64 on this backend")
     optimizer = trained(algorithm, backend, torch.float32)
     other = algorithm.build(
-        [[parameter(p.detach().double()) for p in g["params"]] for g in optimizer.param_groups],
+        [[Parameter(p.detach().double()) for p in g["params"]] for g in optimizer.param_groups],
         backend=backend,
     )
     other.load_state_dict(optimizer.state_dict())
@@ -142,7 +132,7 @@ def test_load_into_channels_last(algorithm: Algorithm, backend: str) -> None:
     (p,) = random_columns([[shape]])[0]
     optimizer = algorithm.simple([p], backend=backend)
     advance(optimizer, 0)
-    moved = parameter(p.detach().contiguous(memory_format=torch.channels_last))
+    moved = Parameter(p.detach().contiguous(memory_format=torch.channels_last))
     pair = Pair(algorithm, algorithm.simple([moved], backend=backend))
     pair.optimizer.load_state_dict(optimizer.state_dict())
     pair.sync()
@@ -151,7 +141,7 @@ def test_load_into_channels_last(algorithm: Algorithm, backend: str) -> None:
     pair.check_step()
 
     back = Pair(
-        algorithm, algorithm.simple([parameter(moved.detach().contiguous())], backend=backend)
+        algorithm, algorithm.simple([Parameter(moved.detach().contiguous())], backend=backend)
     )
     back.optimizer.load_state_dict(pair.optimizer.state_dict())
     back.sync()
@@ -163,10 +153,10 @@ def test_load_into_channels_last(algorithm: Algorithm, backend: str) -> None:
 @EVERY
 def test_complex_round_trip(algorithm: Algorithm, backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    p = parameter(torch.randn(6, generator=generator, dtype=torch.complex64))
+    p = Parameter(torch.randn(6, generator=generator, dtype=torch.complex64))
     optimizer = algorithm.simple([p], backend=backend)
     advance(optimizer, 0)
-    other = algorithm.simple([parameter(p.detach().clone())], backend=backend)
+    other = algorithm.simple([Parameter(p.detach().clone())], backend=backend)
     other.load_state_dict(optimizer.state_dict())
     advance(optimizer, 1)
     advance(other, 1)

@@ -7,19 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    ALGORITHMS,
-    Algorithm,
-    Hyper,
-    Pair,
-    parameter,
-    params_of,
-    random_columns,
-    random_gradients,
-)
+from algorithms import EVERY, Algorithm, Hyper
+from helpers import params_of, random_columns, random_gradients
+from pair import Pair
 from torch import Tensor
+from torch.nn import Parameter
 
-pytestmark = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+pytestmark = EVERY
 
 SHAPES = (
     [(), (1,), (7,), (3, 5), (16,), (0,), (1025,), (2, 3, 4)],
@@ -62,7 +56,7 @@ def test_sizes(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
     for i, size in enumerate(SIZES):
         ((values,),) = random_columns([[(size,)]], dtype, seed=i)
         data, buffer = guarded(values.detach())
-        params.append(parameter(data))
+        params.append(Parameter(data))
         buffers.append(buffer)
     columns = [params[::2], params[1::2]]
     pair = Pair(algorithm, algorithm.build(columns, backend=backend))
@@ -111,21 +105,15 @@ def test_steps_from_identical_state(algorithm: Algorithm, backend: str, dtype: t
 
 @pytest.mark.essential
 @pytest.mark.dtypes(torch.bfloat16, torch.float16, torch.float32)
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gradients_of_another_dtype(
-    algorithm: Algorithm, backend: str, dtype: torch.dtype, grad_dtype: torch.dtype
-) -> None:
-    if grad_dtype == dtype:
-        pytest.skip("the same dtype is the case above")
-    if not hasattr(Tensor, "grad_dtype"):
-        pytest.skip("this torch keeps gradients in their parameter's dtype")
-    columns = random_columns(SHAPES, dtype)
-    pair = Pair(algorithm, algorithm.build(columns, backend=backend))
-    for k in range(2):
-        random_gradients(params_of(pair.optimizer), seed=k, dtype=grad_dtype)
-        pair.sync()
-        pair.step(2.0)
-        pair.check_step()
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch ties the two dtypes")
+def test_gradients_of_another_dtype(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
+    for grad_dtype in {torch.float32, torch.bfloat16, torch.float16} - {dtype}:
+        pair = Pair(algorithm, algorithm.build(random_columns(SHAPES, dtype), backend=backend))
+        for k in range(2):
+            random_gradients(params_of(pair.optimizer), seed=k, dtype=grad_dtype)
+            pair.sync()
+            pair.step(2.0)
+            pair.check_step()
 
 
 @pytest.mark.essential
@@ -213,7 +201,7 @@ def test_closed_loop(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> 
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(40, 6, generator=generator, dtype=dtype)
     target = data @ torch.randn(6, generator=generator, dtype=dtype) + 1.0
-    weight, bias = parameter(torch.zeros(6, dtype=dtype)), parameter(torch.zeros((), dtype=dtype))
+    weight, bias = Parameter(torch.zeros(6, dtype=dtype)), Parameter(torch.zeros((), dtype=dtype))
     hypers = (Hyper(0.5, beta2=0.9, weight_decay=1e-3), Hyper(0.1, weight_decay=0.0))
     pair = Pair(algorithm, algorithm.build([[weight], [bias]], hypers, backend=backend))
     losses = []
@@ -221,7 +209,7 @@ def test_closed_loop(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> 
         pair.optimizer.zero_grad()
         loss = ((data @ weight + bias - target) ** 2).mean()
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         pair.step(loss)
         pair.check_trajectory()
     assert losses[-1] < 0.8 * losses[0]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    ALGORITHMS,
+from algorithms import (
+    EVERY,
     NGN,
     NGND,
     NGND_RMS,
@@ -21,16 +21,12 @@ from helpers import (
     NGNMDv1,
     NGNMDv1W,
     NGNMDv2,
-    Pair,
-    parameter,
-    params_of,
-    random_columns,
-    random_gradients,
-    real64,
 )
+from helpers import SHAPES, params_of, random_columns, random_gradients, real64
+from pair import Pair
+from torch.nn import Parameter
 
 WIDE = pytest.mark.dtypes(torch.float64)
-SHAPES = ([(3,), (5, 7)], [(40,), ()])
 
 
 def run(
@@ -54,7 +50,7 @@ def test_ngnm_is_iterate_moving_average(backend: str, dtype: torch.dtype) -> Non
     """z ← z − γ∇f(x), x ← λ/(1+λ) x + 1/(1+λ) z, with λ = β/(1−β) (equation ima_update)."""
     beta, c = 0.9, 2.0
     weight = beta / (1 - beta)
-    p = parameter(torch.linspace(-2, 3, 8, dtype=dtype))
+    p = Parameter(torch.linspace(-2, 3, 8, dtype=dtype))
     optimizer = NGNM.simple([p], lr=c, momentum=beta, backend=backend)
     curvature = np.linspace(0.1, 4, 8)
     x = real64(p)
@@ -102,7 +98,7 @@ def test_ngnm_without_momentum_is_ngn(backend: str, dtype: torch.dtype) -> None:
 
 
 @WIDE
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@EVERY
 def test_groups_with_equal_values_are_one_group(
     algorithm: Algorithm, backend: str, dtype: torch.dtype
 ) -> None:
@@ -140,7 +136,7 @@ def test_step_size_bounds_on_a_smooth_problem(
     """c/(1 + cL) ≤ γ ≤ c where f is L-smooth and non-negative."""
     curvature = torch.linspace(0.01, 5, 20, dtype=dtype)
     smoothness = float(curvature.max())
-    p = parameter(torch.ones(20, dtype=dtype))
+    p = Parameter(torch.ones(20, dtype=dtype))
     optimizer = algorithm.simple([p], lr=c, backend=backend)
     for _ in range(20):
         optimizer.zero_grad()
@@ -216,7 +212,7 @@ def evaluations_to_reach(
     for count in range(1, 10_000):
         optimizer.zero_grad()
         loss = problem(p)
-        if float(loss) <= threshold:
+        if loss.item() <= threshold:
             return count
         loss.backward()
         optimizer.step(loss=loss)
@@ -226,7 +222,7 @@ def evaluations_to_reach(
 @WIDE
 def test_one_dimensional_problem_of_the_paper(backend: str, dtype: torch.dtype) -> None:
     """f(x) = x² + x⁴ from x = 10 reaches 1e-15 at the paper's 269th evaluation."""
-    p = parameter(torch.tensor([10.0], dtype=dtype))
+    p = Parameter(torch.tensor([10.0], dtype=dtype))
     optimizer = NGNM.simple([p], lr=10.0, momentum=0.9, backend=backend)
     assert evaluations_to_reach(1e-15, lambda x: (x**2 + x**4).sum(), optimizer) == 269
 
@@ -235,13 +231,13 @@ def test_one_dimensional_problem_of_the_paper(backend: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("algorithm", [NGNM, NGNMDv1], ids=str)
 def test_large_lr_does_not_diverge(algorithm: Algorithm, backend: str) -> None:
     """The paper's point: on a convex problem any lr is stable."""
-    p = parameter(torch.tensor([3.0, -2.0]))
+    p = Parameter(torch.tensor([3.0, -2.0]))
     optimizer = algorithm.simple([p], lr=1e4, backend=backend)
     losses = []
     for _ in range(200):
         optimizer.zero_grad()
         loss = (p * p * torch.tensor([1.0, 10.0])).sum()
-        losses.append(float(loss))
+        losses.append(loss.item())
         loss.backward()
         optimizer.step(loss=loss)
     assert losses[-1] < losses[0]
@@ -262,3 +258,14 @@ def test_telemetry_is_the_oracles(algorithm: Algorithm, backend: str, dtype: tor
         if algorithm is NGNMDv1W:
             cap /= 1 + cap * pair.optimizer.param_groups[0]["weight_decay"]
         assert float(pair.optimizer.shrink) == pytest.approx(expected[0] / cap, rel=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", SCALAR, ids=str)
+def test_shrink_at_the_minimum_is_one(algorithm: Algorithm, backend: str) -> None:
+    """0/0: at the minimum nothing holds the step back, and without a gradient nothing moves."""
+    p = Parameter(torch.ones(3))
+    optimizer = algorithm.simple([p], weight_decay=0.0, backend=backend)
+    p.grad = torch.zeros(3)
+    optimizer.step(loss=0.0)
+    assert float(optimizer.shrink) == 1.0
+    assert torch.equal(p, torch.ones(3))

@@ -2,100 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from helpers import (
-    ALGORITHMS,
-    Algorithm,
-    Hyper,
-    Pair,
-    parameter,
-    params_of,
-    random_columns,
-    random_gradients,
-    real64,
-)
+from algorithms import EVERY, Algorithm, Hyper
+from helpers import params_of, random_columns, random_gradients, real64
+from layouts import LAYOUTS
+from pair import Pair
 from torch import Tensor
+from torch.nn import Parameter
 
-pytestmark = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+pytestmark = EVERY
 
 ONE_GROUP = (Hyper(0.3, 0.9, 0.99, 1e-6, 0.05),)
-
-
-def channels_last(values: Tensor) -> Tensor:
-    return values.contiguous(memory_format=torch.channels_last)
-
-
-def transposed(values: Tensor) -> Tensor:
-    return values.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def strided(values: Tensor) -> Tensor:
-    gaps = torch.full((*values.shape[:-1], 3 * values.shape[-1]), torch.nan, dtype=values.dtype)
-    return gaps[..., 1::3].copy_(values)
-
-
-def row_strided(values: Tensor) -> Tensor:
-    gaps = torch.full((2 * values.shape[0], *values.shape[1:]), torch.nan, dtype=values.dtype)
-    return gaps[::2].copy_(values)
-
-
-def odd_offset(values: Tensor) -> Tensor:
-    return torch.cat([values.new_full((1,), torch.nan), values.flatten()])[1:].view(values.shape)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": torch.clone,
-    "channels_last": channels_last,
-    "transposed": transposed,
-    "strided": strided,
-    "row_strided": row_strided,
-    "odd_offset": odd_offset,
-}
 
 
 def pair_with(algorithm: Algorithm, params: list[Tensor], backend: str) -> Pair:
     return Pair(algorithm, algorithm.build([params], ONE_GROUP, backend=backend))
 
 
-def two_checked_steps(pair: Pair, layout: Callable[[Tensor], Tensor] = torch.clone) -> None:
+def two_checked_steps(pair: Pair) -> None:
     for k in range(2):
         random_gradients(params_of(pair.optimizer), seed=k)
-        for p in params_of(pair.optimizer):
-            assert p.grad is not None
-            p.grad = layout(p.grad)
         pair.sync()
         pair.step(0.8)
         pair.check_step()
 
 
 @pytest.mark.essential
-@pytest.mark.parametrize("here", LAYOUTS)
-@pytest.mark.parametrize("there", LAYOUTS)
 def test_parameter_and_gradient_layouts(
-    algorithm: Algorithm, backend: str, here: str, there: str
+    algorithm: Algorithm, backend: str, dtype: torch.dtype
 ) -> None:
-    """Any layout of the parameter with any layout of its gradient; the parameter keeps its own."""
-    ((values,),) = random_columns([[(4, 3, 5, 2)]])
-    p = parameter(LAYOUTS[here](values.detach()))
-    strides, address = p.stride(), p.data_ptr()
-    pair = pair_with(algorithm, [p], backend)
-    two_checked_steps(pair, LAYOUTS[there])
-    assert (p.stride(), p.data_ptr()) == (strides, address)
-
-
-@pytest.mark.parametrize("dtype_", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_layouts(algorithm: Algorithm, backend: str, dtype_: torch.dtype) -> None:
-    ((values,),) = random_columns([[(4, 3, 5, 2)]], dtype_)
-    params = [parameter(layout(values.detach())) for layout in LAYOUTS.values()]
-    two_checked_steps(pair_with(algorithm, list(params), backend), channels_last)
+    """Every layout of a parameter with every layout of its gradient; parameters keep their own."""
+    ((values,),) = random_columns([[(4, 3, 5, 2)]], dtype)
+    params = [Parameter(LAYOUTS[here](values.detach())) for here in LAYOUTS for _ in LAYOUTS]
+    places = [(p.stride(), p.data_ptr()) for p in params]
+    pair = pair_with(algorithm, list(params), backend)
+    for k in range(2):
+        random_gradients(params, seed=k)
+        for p, there in zip(params, list(LAYOUTS) * len(LAYOUTS), strict=True):
+            assert p.grad is not None
+            p.grad = LAYOUTS[there](p.grad)
+        pair.sync()
+        pair.step(0.8)
+        pair.check_step()
+    assert [(p.stride(), p.data_ptr()) for p in params] == places
 
 
 def test_gaps_of_a_strided_parameter_are_not_touched(algorithm: Algorithm, backend: str) -> None:
     base = torch.full((6, 8), 7.0)
-    p = parameter(base[::2, 1::3])
+    p = Parameter(base[::2, 1::3])
     two_checked_steps(pair_with(algorithm, [p], backend))
     base[::2, 1::3] = 7.0
     assert (base == 7.0).all()
@@ -104,20 +59,20 @@ def test_gaps_of_a_strided_parameter_are_not_touched(algorithm: Algorithm, backe
 def test_interleaved_views_do_not_overlap(algorithm: Algorithm, backend: str) -> None:
     """Two parameters may share a storage as long as they share no element."""
     base = torch.linspace(-1, 1, 20)
-    params = [parameter(base[::2]), parameter(base[1::2])]
+    params = [Parameter(base[::2]), Parameter(base[1::2])]
     two_checked_steps(pair_with(algorithm, list(params), backend))
 
 
 def test_adjacent_views_do_not_overlap(algorithm: Algorithm, backend: str) -> None:
     base = torch.linspace(-1, 1, 33)
-    params = [parameter(base[:16]), parameter(base[16:])]
+    params = [Parameter(base[:16]), Parameter(base[16:])]
     two_checked_steps(pair_with(algorithm, list(params), backend))
 
 
 @pytest.mark.essential
 def test_expanded_gradient(algorithm: Algorithm, backend: str) -> None:
     """The gradient of a sum is an expanded scalar, with strides of zero."""
-    p = parameter(torch.linspace(-1, 1, 24).view(4, 6))
+    p = Parameter(torch.linspace(-1, 1, 24).view(4, 6))
     pair = pair_with(algorithm, [p], backend)
     for _ in range(2):
         p.grad = torch.tensor(0.2).expand(4, 6)
@@ -128,7 +83,7 @@ def test_expanded_gradient(algorithm: Algorithm, backend: str) -> None:
 
 
 def test_row_expanded_gradient(algorithm: Algorithm, backend: str) -> None:
-    p = parameter(torch.linspace(-1, 1, 24).view(4, 6))
+    p = Parameter(torch.linspace(-1, 1, 24).view(4, 6))
     pair = pair_with(algorithm, [p], backend)
     p.grad = torch.linspace(0.1, 0.6, 6).expand(4, 6)
     pair.step(1.0)
@@ -136,7 +91,7 @@ def test_row_expanded_gradient(algorithm: Algorithm, backend: str) -> None:
 
 
 def test_sum_gradient_from_autograd(algorithm: Algorithm, backend: str) -> None:
-    p = parameter(torch.linspace(0.1, 1, 12).view(3, 4))
+    p = Parameter(torch.linspace(0.1, 1, 12).view(3, 4))
     pair = pair_with(algorithm, [p], backend)
     loss = p.sum()
     loss.backward()
@@ -150,8 +105,8 @@ def test_complex_is_pairs_of_reals(algorithm: Algorithm, backend: str, layout: s
     """Step for step what the same numbers do as a real tensor with a last dimension of two."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(5, 3, generator=generator, dtype=torch.complex64)
-    p = parameter(LAYOUTS[layout](values))
-    q = parameter(torch.view_as_real(values).clone())
+    p = Parameter(LAYOUTS[layout](values))
+    q = Parameter(torch.view_as_real(values).clone())
     pair = pair_with(algorithm, [p], backend)
     real = algorithm.build([[q]], ONE_GROUP, backend=backend)
     for _ in range(3):
@@ -167,7 +122,7 @@ def test_complex_is_pairs_of_reals(algorithm: Algorithm, backend: str, layout: s
 def test_conjugate_gradient(algorithm: Algorithm, backend: str) -> None:
     """A gradient with the lazy conjugate bit set is read as what it means."""
     generator = torch.Generator().manual_seed(0)
-    p = parameter(torch.randn(6, generator=generator, dtype=torch.complex64))
+    p = Parameter(torch.randn(6, generator=generator, dtype=torch.complex64))
     pair = pair_with(algorithm, [p], backend)
     p.grad = torch.randn(6, generator=generator, dtype=torch.complex64).conj()
     pair.step(0.8)
@@ -177,7 +132,7 @@ def test_conjugate_gradient(algorithm: Algorithm, backend: str) -> None:
 def test_negated_gradient_view(algorithm: Algorithm, backend: str) -> None:
     """The imaginary part of a conjugate is a lazily negated view."""
     generator = torch.Generator().manual_seed(0)
-    p = parameter(torch.randn(6, generator=generator))
+    p = Parameter(torch.randn(6, generator=generator))
     pair = pair_with(algorithm, [p], backend)
     p.grad = torch.randn(6, generator=generator, dtype=torch.complex64).conj().imag
     assert p.grad is not None and p.grad.is_neg()
@@ -215,7 +170,7 @@ def test_many_small_tensors(algorithm: Algorithm, backend: str) -> None:
 def test_relaid_between_steps(algorithm: Algorithm, backend: str) -> None:
     """`model.to(memory_format=...)` between steps moves the parameter under its state."""
     ((values,),) = random_columns([[(4, 3, 5, 2)]])
-    p = parameter(values.detach())
+    p = Parameter(values.detach())
     pair = pair_with(algorithm, [p], backend)
     for k, name in enumerate(("contiguous", "channels_last", "contiguous", "strided")):
         p.data = LAYOUTS[name](p.data)

@@ -7,20 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    ALGORITHMS,
-    NGN,
-    NGND,
-    NGNM,
-    Algorithm,
-    NGNMDv1,
-    NGNMDv1W,
-    NGNMDv2,
-    Pair,
-    params_of,
-    random_columns,
-    random_gradients,
-)
+from algorithms import EVERY, NGN, NGND, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
+from helpers import params_of, random_columns, random_gradients
+from pair import Pair
 from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
 
@@ -122,7 +111,7 @@ def test_momentum_is_cycled(algorithm: Algorithm, backend: str, name: str) -> No
 
 
 @pytest.mark.essential
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@EVERY
 @pytest.mark.parametrize(
     "lr", [torch.tensor(0.2), torch.tensor([0.2], dtype=torch.float64)], ids=str
 )

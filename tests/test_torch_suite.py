@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ALGORITHMS, Algorithm, parameter, params_of
+from algorithms import ALGORITHMS, Algorithm
+from helpers import params_of
+from torch.nn import Parameter
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_optimizers import (
     ErrorOptimizerInput,
@@ -80,7 +82,7 @@ def test_errors(optim_info: Any) -> None:
         assert isinstance(bad, ErrorOptimizerInput)
         assert bad.error_on is OptimizerErrorEnum.CONSTRUCTION_ERROR
         case = bad.optimizer_error_input
-        params = [parameter(torch.randn(1, 1))] if case.params is None else case.params
+        params = [Parameter(torch.randn(1, 1))] if case.params is None else case.params
         if case.desc == STRICTER:
             kinds: Any = (UserWarning, ValueError)
             pattern = "duplicate|twice|overlap|more than once"
@@ -96,13 +98,13 @@ def test_errors(optim_info: Any) -> None:
 def test_goes_in_the_right_direction(optim_info: Any, backend: str) -> None:
     """Every input, contiguous and not, complex too: the loss falls."""
     for case in optim_info.optim_inputs_func(device="cpu"):
-        weight = parameter(torch.randn(10, 5, generator=torch.Generator().manual_seed(0)))
-        slanted = parameter(torch.randn(10, 5, generator=torch.Generator().manual_seed(1)).t())
-        spin = parameter(torch.tensor([1 + 2j, -0.5j]))
+        weight = Parameter(torch.randn(10, 5, generator=torch.Generator().manual_seed(0)))
+        slanted = Parameter(torch.randn(10, 5, generator=torch.Generator().manual_seed(1)).t())
+        spin = Parameter(torch.tensor([1 + 2j, -0.5j]))
         optimizer = built(optim_info, case, [weight, slanted, spin], backend)
         closure = closure_of(optimizer)
         first = float(closure())
-        for _ in range(20):
+        for _ in range(10):
             optimizer.step(closure)
         assert float(closure()) < first, case.desc
 
@@ -110,7 +112,7 @@ def test_goes_in_the_right_direction(optim_info: Any, backend: str) -> None:
 @EVERY
 def test_step_without_gradients_is_a_noop(optim_info: Any, backend: str) -> None:
     for case in optim_info.optim_inputs_func(device="cpu"):
-        params = [parameter(torch.randn(2, 3)) for _ in range(2)]
+        params = [Parameter(torch.randn(2, 3)) for _ in range(2)]
         before = [p.detach().clone() for p in params]
         built(optim_info, case, params, backend).step(lambda: torch.tensor(1.0))
         assert all(torch.equal(p, x) for p, x in zip(params, before, strict=True))
@@ -119,7 +121,7 @@ def test_step_without_gradients_is_a_noop(optim_info: Any, backend: str) -> None
 @EVERY
 def test_step_with_zero_gradients_is_a_noop_without_decay(optim_info: Any, backend: str) -> None:
     for case in optim_info.optim_inputs_func(device="cpu"):
-        params = [parameter(torch.randn(2, 3)) for _ in range(2)]
+        params = [Parameter(torch.randn(2, 3)) for _ in range(2)]
         before = [p.detach().clone() for p in params]
         kwargs = {**case.kwargs, "weight_decay": 0.0}
         optimizer = optim_info.optim_cls(params, **kwargs, backend=backend)
@@ -135,8 +137,8 @@ def test_complex_matches_two_reals(optim_info: Any, backend: str) -> None:
     for case in optim_info.optim_inputs_func(device="cpu"):
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(3, 2, generator=generator, dtype=torch.complex64)
-        spin = parameter(values.clone())
-        pair = parameter(torch.view_as_real(values).clone())
+        spin = Parameter(values.clone())
+        pair = Parameter(torch.view_as_real(values).clone())
         left = built(optim_info, case, [spin], backend)
         right = built(optim_info, case, [pair], backend)
         tracker = TensorTracker(assert_eq_kwargs={"rtol": 1e-6, "atol": 1e-7})
@@ -152,12 +154,12 @@ def test_complex_matches_two_reals(optim_info: Any, backend: str) -> None:
 def test_state_dict_with_and_without_steps(optim_info: Any, backend: str) -> None:
     """Save and load before the first step and after, and after a deepcopy of the whole."""
     for case in optim_info.optim_inputs_func(device="cpu"):
-        weight = parameter(torch.randn(2, 3, generator=torch.Generator().manual_seed(0)))
+        weight = Parameter(torch.randn(2, 3, generator=torch.Generator().manual_seed(0)))
         optimizer = built(optim_info, case, [weight], backend)
         optimizer.load_state_dict(optimizer.state_dict())
         for _ in range(3):
             optimizer.step(closure_of(optimizer))
-        other_weight = parameter(weight.detach().clone())
+        other_weight = Parameter(weight.detach().clone())
         other = built(optim_info, case, [other_weight], backend)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for _ in range(3):
@@ -169,7 +171,7 @@ def test_state_dict_with_and_without_steps(optim_info: Any, backend: str) -> Non
 @EVERY
 def test_schedulers_of_the_helper(optim_info: Any, backend: str) -> None:
     for makers in optim_info.scheduler_inputs:
-        weight = parameter(torch.randn(10, 5, generator=torch.Generator().manual_seed(0)))
+        weight = Parameter(torch.randn(10, 5, generator=torch.Generator().manual_seed(0)))
         optimizer = optim_info.optim_cls([weight], lr=0.1, backend=backend)
         schedulers = [make(optimizer) for make in makers]
         closure = closure_of(optimizer)
@@ -187,7 +189,7 @@ def test_schedulers_of_the_helper(optim_info: Any, backend: str) -> None:
 @EVERY
 def test_can_load_older_state_dict(optim_info: Any, backend: str) -> None:
     """A group without options that came later is filled from the defaults on load."""
-    weight = parameter(torch.ones(2))
+    weight = Parameter(torch.ones(2))
     optimizer = optim_info.optim_cls([weight], backend=backend)
     optimizer.step(closure_of(optimizer))
     saved = copy.deepcopy(optimizer.state_dict())

@@ -1,0 +1,90 @@
+"""The algorithms under test, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import ngn_kernels
+
+
+class Hyper(NamedTuple):
+    """The values of one group; an algorithm uses those it has."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+TWO_GROUPS = (Hyper(0.3, 0.9, 0.99, 1e-8, 0.02), Hyper(0.05, 0.5, 0.999, 1e-4, 0.3))
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One point of the grid: a class, and the constructor options that belong to the point."""
+
+    name: str
+    momentum: str | None = None
+    coordinate: bool = False
+    rms: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name + ("-rms" if self.options else "")
+
+    @property
+    def cls(self) -> type[torch.optim.Optimizer]:
+        cls: type[torch.optim.Optimizer] = getattr(ngn_kernels, self.name)
+        return cls
+
+    def values(self, hyper: Hyper) -> dict[str, Any]:
+        """The group options of this algorithm for the given values."""
+        values: dict[str, Any] = {"lr": hyper.lr, "weight_decay": hyper.weight_decay}
+        if self.momentum == "momentum":
+            values["momentum"] = hyper.beta1
+        if self.momentum == "betas":
+            values["betas"] = (hyper.beta1, hyper.beta2)
+        if self.name == "NGND":
+            values["beta2"] = hyper.beta2
+        if self.rms:
+            values["eps"] = hyper.eps
+        return values
+
+    def build(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        hypers: Sequence[Hyper] = TWO_GROUPS,
+        **options: Any,
+    ) -> Any:
+        """An optimizer with one group per column of parameters."""
+        groups = [
+            {"params": list(column), **self.values(hyper)}
+            for column, hyper in zip(columns, hypers, strict=True)
+        ]
+        return self.cls(groups, **{**self.options, **options})
+
+    def simple(self, params: Iterable[Any], **options: Any) -> Any:
+        """An optimizer with one group and the defaults of its class."""
+        return self.cls(params, **{**self.options, **options})
+
+
+NGN = Algorithm("NGN")
+NGNM = Algorithm("NGNM", momentum="momentum")
+NGND = Algorithm("NGND", coordinate=True)
+NGND_RMS = Algorithm("NGND", coordinate=True, rms=True, options={"preconditioner": "rms"})
+NGNMDv1 = Algorithm("NGNMDv1", momentum="betas", rms=True)
+NGNMDv2 = Algorithm("NGNMDv2", momentum="betas", coordinate=True, rms=True)
+DecNGNMDv1 = Algorithm("DecNGNMDv1", momentum="betas", rms=True)
+NGNMDv1W = Algorithm("NGNMDv1W", momentum="betas", rms=True)
+
+ALGORITHMS = (NGN, NGNM, NGND, NGND_RMS, NGNMDv1, NGNMDv2, DecNGNMDv1, NGNMDv1W)
+EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+SCALAR = tuple(a for a in ALGORITHMS if not a.coordinate)
+COORDINATE = tuple(a for a in ALGORITHMS if a.coordinate)

@@ -1,0 +1,262 @@
+"""What only the C++ engine can get wrong: threads, instruction sets, addresses, its own checks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ngn_kernels
+from ngn_kernels.backends import availability
+from ngn_kernels.plan import Bucket, BucketKey, Row
+from ngn_kernels.rules import RULES
+from ngn_kernels.state import init_state
+
+pytestmark = pytest.mark.skipif(
+    availability()["cpu"] is not None, reason="the C++ extension is not built"
+)
+if availability()["cpu"] is None:
+    from ngn_kernels import _cpu
+
+CSRC = Path(__file__).parent.parent / "csrc"
+NAMES = ("NGN", "NGNM", "NGND", "NGNMDv1", "NGNMDv2", "DecNGNMDv1", "NGNMDv1W")
+SIZES = (1, 15, 16, 17, 511, 512, 513, 16383, 16384, 16385, 70_001, 0)
+
+
+@pytest.fixture(autouse=True)
+def restore() -> Iterator[None]:
+    threads, isa = torch.get_num_threads(), _cpu.isa()
+    yield
+    torch.set_num_threads(threads)
+    _cpu.use_isa(isa)
+
+
+def three_steps(name: str, dtype: torch.dtype) -> list[Tensor]:
+    """Parameters and state after three steps with decay and clipping."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(n, generator=generator).to(dtype).requires_grad_() for n in SIZES]
+    options = {"preconditioner": "rms"} if name == "NGND" else {}
+    opt = getattr(ngn_kernels, name)(
+        params, weight_decay=0.1, max_grad_norm=5.0, backend="cpu", **options
+    )
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+        opt.step(loss=0.7)
+    state = [t for p in params for t in opt.state[p].values()]
+    return [p.detach() for p in params] + state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_for_any_number_of_threads(name: str, dtype: torch.dtype) -> None:
+    torch.set_num_threads(1)
+    alone = three_steps(name, dtype)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(a, b) for a, b in zip(alone, three_steps(name, dtype), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_on_every_instruction_set(name: str, dtype: torch.dtype) -> None:
+    assert _cpu.isas()[-1] == "baseline"
+    results = []
+    for isa in _cpu.isas():
+        _cpu.use_isa(isa)
+        assert _cpu.isa() == isa
+        results.append(three_steps(name, dtype))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_unknown_instruction_set() -> None:
+    with pytest.raises(ValueError, match="does not run here"):
+        _cpu.use_isa("mmx")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_addresses_that_are_not_aligned_to_an_element(dtype: torch.dtype) -> None:
+    """A parameter over a byte buffer at an odd offset, as some checkpoint readers make them."""
+    n, size = 1003, dtype.itemsize
+    values, grads = torch.randn(n).to(dtype), torch.randn(n).to(dtype)
+    raw = torch.empty(n * size + 1, dtype=torch.uint8)
+    raw[1:] = values.view(torch.uint8)
+    odd = torch.frombuffer(raw.numpy(), dtype=dtype, count=n, offset=1)
+    assert odd.data_ptr() % size == 1
+    results = []
+    for param in (odd.requires_grad_(), values.clone().requires_grad_()):
+        opt = ngn_kernels.NGNMDv1([param], backend="cpu")
+        param.grad = grads.clone()
+        opt.step(loss=1.0)
+        results.append(param.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_half_precision_conversions_are_exact() -> None:
+    """Every finite float16 and bfloat16 survives a step that does not move it."""
+    for dtype in (torch.float16, torch.bfloat16):
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+        param = every[every.isfinite()].clone().requires_grad_()
+        before = param.detach().clone()
+        param.grad = torch.zeros_like(param)
+        ngn_kernels.NGN([param], backend="cpu").step(loss=1.0)
+        assert torch.equal(param.detach().view(torch.int16), before.view(torch.int16))
+
+
+def test_narrowing_rounds_like_torch() -> None:
+    """x - c g, with h so large that rho is 1: one rounding from float32, to nearest even."""
+    for dtype in (torch.float16, torch.bfloat16):
+        generator = torch.Generator().manual_seed(1)
+        exponents = torch.randint(-26, 10, (50_000,), generator=generator)
+        x = torch.ldexp(torch.randn(50_000, generator=generator), exponents).to(dtype)
+        g = torch.randn(50_000, generator=generator) * x.float().abs()
+        param = x.clone().requires_grad_()
+        param.grad_dtype = torch.float32
+        param.grad = g
+        ngn_kernels.NGN([param], lr=1.0, backend="cpu").step(loss=1e30)
+        assert torch.equal(param.detach(), (x.float() - g).to(dtype))
+
+
+def make_bucket(param: Tensor, grad: Tensor) -> tuple[Bucket, Row]:
+    param.grad = grad
+    rule = RULES["NGN"]
+    state: dict[str, Tensor] = {}
+    init_state(state, param, rule)
+    row = Row(param, 0, "parameter 0", state, rule)
+    key = BucketKey(param.device, param.dtype, grad.dtype, torch.float32)
+    bucket = Bucket(key, [row], None)
+    assert bucket.refresh()
+    return bucket, row
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """Only the last chunks are touched, so that the memory is reserved but never used."""
+    n = 2**31 + 1000
+    param = torch.empty(n, dtype=torch.bfloat16)
+    grad = torch.empty(n, dtype=torch.bfloat16)
+    bucket, row = make_bucket(param.requires_grad_(), grad)
+    chunks = bucket.chunks(_cpu.CHUNK)
+    assert len(chunks) == -(-n // _cpu.CHUNK)
+    assert chunks[-1].tolist() == [0, (n - 1) // _cpu.CHUNK * _cpu.CHUNK]
+    with torch.no_grad():
+        param[-2000:] = 1.0
+        grad[-2000:] = 0.5
+    tables = _cpu.Bucket(
+        table=bucket.table,
+        chunks=np.ascontiguousarray(chunks[-1:]),
+        groups=np.array([[1.0, 0.0, 0.0, 1.0, 0.0]]),
+        scalars=np.array([1e30, 1.0, 0.0, np.inf, 0.0]),
+        sums=np.zeros((1, 3)),
+        index=0,
+        report=np.zeros(3, dtype=np.int64),
+        x_type=_cpu.DType.bfloat16,
+        g_type=_cpu.DType.bfloat16,
+        state_type=_cpu.DType.float32,
+    )
+    rule = _cpu.Rule(momentum=False, coordinate=False, rms=False, regularised=False)
+    tables.reduce(rule, 2)
+    tables.apply(rule, 2, True)
+    touched = n - int(chunks[-1, 1])
+    assert (param.detach()[-touched:] == 0.5).all()
+    assert (param.detach()[-2000:-touched] == 1.0).all()
+    assert row.step.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"table": np.zeros((6, 1), dtype=np.int64)}, "table has the wrong shape"),
+        ({"chunks": np.array([[1, 0]])}, "a row that does not exist"),
+        ({"chunks": np.array([[0, 16384]])}, "outside its row"),
+        ({"chunks": np.array([[0, 7]])}, "outside its row"),
+        ({"chunks": np.array([[0, -16384]])}, "outside its row"),
+        ({"groups": np.zeros((0, 5))}, "a group that does not exist"),
+        ({"scalars": np.zeros(4)}, "scalars must hold 5"),
+        ({"report": np.zeros(2, dtype=np.int64)}, "report must hold 3"),
+        ({"index": 1}, "not a row of sums"),
+        ({"state_type": "float16"}, "state must be float32 or float64"),
+    ],
+)
+def test_the_bindings_check_their_tables(change: dict[str, object], message: str) -> None:
+    bucket, _ = make_bucket(torch.ones(9).requires_grad_(), torch.ones(9))
+    arguments: dict[str, object] = {
+        "table": bucket.table,
+        "chunks": bucket.chunks(_cpu.CHUNK),
+        "groups": np.zeros((1, 5)),
+        "scalars": np.zeros(5),
+        "sums": np.zeros((1, 3)),
+        "index": 0,
+        "report": np.zeros(3, dtype=np.int64),
+        "x_type": _cpu.DType.float32,
+        "g_type": _cpu.DType.float32,
+        "state_type": _cpu.DType.float32,
+    }
+    if "state_type" in change:
+        change = {"state_type": _cpu.DType.float16}
+    with pytest.raises(ValueError, match=message):
+        _cpu.Bucket(**{**arguments, **change})  # type: ignore[arg-type]
+
+
+def test_the_bindings_check_for_missing_state() -> None:
+    bucket, _ = make_bucket(torch.ones(9).requires_grad_(), torch.ones(9))
+    tables = _cpu.Bucket(
+        table=bucket.table,
+        chunks=bucket.chunks(_cpu.CHUNK),
+        groups=np.zeros((1, 5)),
+        scalars=np.zeros(5),
+        sums=np.zeros((1, 3)),
+        index=0,
+        report=np.zeros(3, dtype=np.int64),
+        x_type=_cpu.DType.float32,
+        g_type=_cpu.DType.float32,
+        state_type=_cpu.DType.float32,
+    )
+    flags = {"momentum": False, "coordinate": False, "rms": False, "regularised": False}
+    with pytest.raises(ValueError, match="no momentum buffer"):
+        tables.apply(_cpu.Rule(**{**flags, "momentum": True}), 1, True)
+    with pytest.raises(ValueError, match="no second moment"):
+        tables.reduce(_cpu.Rule(**{**flags, "rms": True}), 1)
+    with pytest.raises(ValueError, match="nothing to reduce"):
+        tables.reduce(_cpu.Rule(**{**flags, "coordinate": True}), 1)
+
+
+def test_threads_are_torchs_own() -> None:
+    """A second OpenMP library in the process would mean two pools that fight each other."""
+    three_steps("NGNM", torch.float32)
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    libraries = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    assert len(libraries) <= 1
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_rule_h_is_ready_for_a_device(tmp_path: Path) -> None:
+    source = tmp_path / "device.cu"
+    source.write_text(
+        '#include "rule.h"\n'
+        "__global__ void kernel(ngn::Element<float>* e, const float* g, ngn::Sums s,\n"
+        "                       ngn::Coefficients<float> k, ngn::StepScalars t, double* out) {\n"
+        "  ngn::Element<float> old = e[threadIdx.x];\n"
+        "  auto room = ngn::update<true, false, true>(e[threadIdx.x], g[threadIdx.x], k);\n"
+        "  ngn::keep(old, room, e[threadIdx.x]);\n"
+        "  float weighted = 0, alignment = 0;\n"
+        "  ngn::contribute<true, true>(old.x, old.v, g[threadIdx.x], k, weighted, alignment);\n"
+        "  *out = weighted + ngn::shrink(ngn::Rule{true, false, true, false}, s, t).rho;\n"
+        "}\n"
+    )
+    command = ["nvcc", "-std=c++17", "-arch=sm_80", "-ptx", "-Werror", "all-warnings"]
+    result = subprocess.run(
+        [*command, "-I", str(CSRC), str(source), "-o", str(tmp_path / "device.ptx")],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "sqrt.rn.f32" in (tmp_path / "device.ptx").read_text()
