@@ -1,38 +1,71 @@
-# make test | make bench | make lint … each sets up .venv by itself.
+# make test | make bench | make lint …: each sets up .venv by itself and is quick the second time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
 SOURCES := $(wildcard csrc/*) CMakeLists.txt setup.py
+DEPENDENCIES := pyproject.toml constraints.txt
 
-.PHONY: test lint types bench bench-suite sanitize aarch64 clean
+.PHONY: help test test-triton test-gpu lint types bench bench-suite readme sanitize aarch64 package clean
+
+help:
+	@echo "make test         the tests, on every backend that runs here"
+	@echo "make bench        build, then the step benchmark against AdamW (about 90 s)"
+	@echo "make test-triton  the GPU kernels in Triton's interpreter, compiled, and in a simulator"
+	@echo "make test-gpu     the tests on a GPU"
+	@echo "make lint types   ruff and mypy"
+	@echo "make bench-suite  the pytest-benchmark suite"
+	@echo "make readme       README's table and picture from bench/results"
+	@echo "make sanitize     the CPU tests under the address and undefined-behaviour sanitizers"
+	@echo "make aarch64      the C++ engine's baseline, cross-compiled and run under an emulator"
+	@echo "make package      sdist and wheel, each installed and tried in a fresh environment"
 
 test: $(BUILT)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q tests
+
+test-triton: $(BUILT)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests --backend triton
+
+test-gpu: $(BUILT)
+	$(BIN)/python -m pytest -q tests/test_gpu.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(BUILT)
-	$(BIN)/mypy ngn_kernels
+	$(BIN)/mypy ngn_kernels bench
 
 bench: $(BUILT)
-	$(BIN)/ngn-bench step
+	$(BIN)/ngn-bench step --json build/bench.json --plot build/bench.png
 
 bench-suite: $(BUILT)
 	$(BIN)/python -m pytest -q bench --benchmark-only
 
-$(INSTALLED): pyproject.toml constraints.txt
+readme: $(BUILT)
+	$(BIN)/python -m ngn_bench.readme
+
+sanitize: $(INSTALLED)
+	BIN=$(abspath $(BIN)) sh tests/sanitize.sh
+
+aarch64:
+	sh tests/aarch64.sh
+
+package: $(INSTALLED)
+	BIN=$(abspath $(BIN)) sh tests/package.sh
+
+# torch first and by its pin: whatever comes after finds it there.
+$(INSTALLED): $(DEPENDENCIES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip setuptools
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet -c constraints.txt "torch" numpy
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -r constraints.txt
 	NGN_REQUIRE_EXTENSION=1 $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@ $(BUILT)
 
 $(BUILT): $(INSTALLED) $(SOURCES)
-	NGN_REQUIRE_EXTENSION=1 $(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	PATH="$(abspath $(BIN)):$$PATH" NGN_REQUIRE_EXTENSION=1 \
+		$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 clean:

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 #include "tables.h"
@@ -42,10 +41,7 @@ struct Shrink {
   Reason reason;
 };
 
-NGN_HD inline bool is_finite(double value) {
-  constexpr double largest = std::numeric_limits<double>::max();
-  return std::fabs(value) <= largest;
-}
+NGN_HD inline bool is_finite(double value) { return value - value == 0; }
 
 // s = min(1, max_grad_norm / (norm + 1e-6))
 NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
@@ -150,8 +146,8 @@ NGN_HD inline auto room_below(V value, T limit) {
   std::memcpy(&limit_bits, &limit, sizeof(limit));
   std::conditional_t<std::is_floating_point_v<V>, Integer, decltype(V{} < V{})> bits;
   std::memcpy(&bits, &value, sizeof(value));
-  constexpr Integer magnitude = std::numeric_limits<Integer>::max();
-  return limit_bits - 1 - (bits & magnitude);
+  constexpr Integer all_but_sign = static_cast<std::make_unsigned_t<Integer>>(-1) >> 1;
+  return limit_bits - 1 - (bits & all_but_sign);
 }
 
 template <typename V>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.essential
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = ([(3,), (5, 7)], [(1025,), ()])
+PLACES = ((0, 0), (1, 34), (2, 1024), (3, 0))  # parameter, element
 
 
 def after(steps: int, algorithm: Algorithm, backend: str, **options: Any) -> Pair:
@@ -36,13 +38,21 @@ def after(steps: int, algorithm: Algorithm, backend: str, **options: Any) -> Pai
     return Pair(algorithm, optimizer, **options)
 
 
+def count_of(record: Iterable[warnings.WarningMessage]) -> int:
+    """How many skipped steps were warned about, whatever else an interpreter may say."""
+    return sum(issubclass(warning.category, SkippedStepWarning) for warning in record)
+
+
 def assert_skipped(pair: Pair, loss: Any) -> None:
-    """The next step is skipped as a whole, warned about and counted once; the one after works."""
+    """The next step is skipped as a whole, warned about and counted once; the one after works.
+
+    It leaves good gradients for another step.
+    """
     optimizer = pair.optimizer
     before, count = snapshot(optimizer), int(optimizer.skipped_steps)
     with pytest.warns(SkippedStepWarning) as record:
         optimizer.step(loss=loss)
-    assert len(record) == 1
+    assert count_of(record) == 1
     assert_unchanged(optimizer, before)
     assert int(optimizer.skipped_steps) == count + 1
 
@@ -55,12 +65,11 @@ def assert_skipped(pair: Pair, loss: Any) -> None:
 
 @EVERY
 @pytest.mark.parametrize("loss", [NAN, INF, -INF])
-@pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_non_finite_loss(
-    algorithm: Algorithm, backend: str, loss: float, kind: Any, steps: int
-) -> None:
-    assert_skipped(after(steps, algorithm, backend), kind(loss))
+def test_non_finite_loss(algorithm: Algorithm, backend: str, loss: float, steps: int) -> None:
+    pair = after(steps, algorithm, backend)
+    assert_skipped(pair, loss)
+    assert_skipped(pair, torch.tensor(loss))
 
 
 @EVERY
@@ -79,27 +88,25 @@ def test_non_finite_loss_by_other_ways(algorithm: Algorithm, backend: str) -> No
 
 @pytest.mark.parametrize("algorithm", SCALAR, ids=str)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("where", [(0, 0), (1, 34), (2, 1024), (3, 0)], ids=str)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_non_finite_gradient_in_scalar_rules(
-    algorithm: Algorithm, backend: str, value: float, where: tuple[int, int], steps: int
+    algorithm: Algorithm, backend: str, value: float, steps: int
 ) -> None:
-    """One bad element anywhere, the whole step is a no-op."""
+    """One bad element anywhere, and the whole step is a no-op."""
     pair = after(steps, algorithm, backend)
-    poison(pair.optimizer, where, value)
-    assert_skipped(pair, 1.0)
+    for where in PLACES:
+        poison(pair.optimizer, where, value)
+        assert_skipped(pair, 1.0)
 
 
 @EVERY
 @pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("where", [(1, 34), (2, 1024)], ids=str)
-def test_non_finite_norm_when_clipping(
-    algorithm: Algorithm, backend: str, value: float, where: tuple[int, int]
-) -> None:
+def test_non_finite_norm_when_clipping(algorithm: Algorithm, backend: str, value: float) -> None:
     """With a norm pass there is a whole sum to look at, in coordinate rules too."""
     pair = after(2, algorithm, backend, max_grad_norm=1.0)
-    poison(pair.optimizer, where, value)
-    assert_skipped(pair, 1.0)
+    for where in PLACES:
+        poison(pair.optimizer, where, value)
+        assert_skipped(pair, 1.0)
 
 
 def poison(optimizer: Any, where: tuple[int, int], value: float) -> None:
@@ -109,16 +116,18 @@ def poison(optimizer: Any, where: tuple[int, int], value: float) -> None:
 
 @pytest.mark.parametrize("algorithm", COORDINATE, ids=str)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("where", [(0, 0), (1, 34), (2, 1024), (3, 0)], ids=str)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_non_finite_gradient_in_coordinate_rules(
-    algorithm: Algorithm, backend: str, value: float, where: tuple[int, int], steps: int
+    algorithm: Algorithm, backend: str, value: float, steps: int
 ) -> None:
-    """Only that coordinate stands still; t advances, the step is counted once and warned about."""
+    """Only those coordinates stand still; t advances, the step is counted once and warned about."""
     pair = after(steps, algorithm, backend)
-    poison(pair.optimizer, where, value)
-    poison(pair.optimizer, (2, 7), value)
-    assert_only_those_stand_still(pair, {where, (2, 7)}, 1.0)
+    for where in PLACES:
+        random_gradients(params_of(pair.optimizer), seed=8)
+        poison(pair.optimizer, where, value)
+        poison(pair.optimizer, (2, 7), value)
+        pair.sync()
+        assert_only_those_stand_still(pair, {where, (2, 7)}, 1.0)
 
 
 def assert_only_those_stand_still(pair: Pair, places: set[tuple[int, int]], loss: float) -> None:
@@ -137,7 +146,7 @@ def assert_only_those_stand_still(pair: Pair, places: set[tuple[int, int]], loss
     count = int(optimizer.skipped_steps)
     with pytest.warns(SkippedStepWarning) as record:
         optimizer.step(loss=loss)
-    assert len(record) == 1
+    assert count_of(record) == 1
     assert int(optimizer.skipped_steps) == count + 1
 
     variables = [v for group in pair.oracle.groups for v in group.variables]
@@ -169,17 +178,14 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @EVERY
-@pytest.mark.parametrize("loss", [-1e-6, -3.0])
-@pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_loss_below_the_floor_raises(
-    algorithm: Algorithm, backend: str, loss: float, kind: Any
-) -> None:
+def test_loss_below_the_floor_raises(algorithm: Algorithm, backend: str) -> None:
     """The value is on the host, so it is an error and not a skipped step."""
     pair = after(1, algorithm, backend)
     before = snapshot(pair.optimizer)
-    with pytest.raises(ValueError, match="loss_floor"):
-        pair.optimizer.step(loss=kind(loss))
-    assert_unchanged(pair.optimizer, before)
+    for loss in (-1e-6, -3.0, torch.tensor(-1e-6), torch.tensor(-3.0)):
+        with pytest.raises(ValueError, match="loss_floor"):
+            pair.optimizer.step(loss=loss)
+        assert_unchanged(pair.optimizer, before)
     assert int(pair.optimizer.skipped_steps) == 0
 
 
@@ -208,7 +214,7 @@ def test_skips_add_up(algorithm: Algorithm, backend: str) -> None:
         pair.optimizer.found_inf = torch.tensor(1.0)
         with pytest.warns(SkippedStepWarning) as record:
             pair.optimizer.step(loss=NAN)
-        assert len(record) == 1
+        assert count_of(record) == 1
         assert int(pair.optimizer.skipped_steps) == k + 1
     assert_unchanged(pair.optimizer, before)
 
@@ -254,7 +260,7 @@ def test_huge_finite_gradient(algorithm: Algorithm, backend: str) -> None:
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         optimizer.step(loss=1.0)
-    assert len(record) == int(optimizer.skipped_steps) <= 1
+    assert count_of(record) == int(optimizer.skipped_steps) <= 1
     for p in params_of(optimizer):
         assert p.isfinite().all()
         assert all(torch.as_tensor(value).isfinite().all() for value in optimizer.state[p].values())

@@ -159,12 +159,15 @@ def test_no_gradients_at_all(algorithm: Algorithm, backend: str) -> None:
 
 
 @pytest.mark.essential
-def test_many_small_tensors(algorithm: Algorithm, backend: str) -> None:
-    columns = random_columns([[(i % 7,) for i in range(150)], [(3, i % 5) for i in range(150)]])
-    pair = Pair(algorithm, algorithm.build(columns, backend=backend))
-    random_gradients(params_of(pair.optimizer), seed=0)
-    pair.step(1.0)
-    pair.check_step()
+def test_many_small_tensors_in_many_groups(algorithm: Algorithm, backend: str) -> None:
+    columns = random_columns([[(i % 7,), (3, i % 5), (i,)] * 5 for i in range(20)])
+    hypers = [Hyper(0.3 / (i + 1), 0.9 - i / 40, 0.99, 1e-6, i / 100) for i in range(20)]
+    pair = Pair(algorithm, algorithm.build(columns, hypers, backend=backend))
+    for k in range(2):
+        random_gradients(params_of(pair.optimizer), seed=k)
+        pair.sync()
+        pair.step(1.0)
+        pair.check_step()
 
 
 def test_relaid_between_steps(algorithm: Algorithm, backend: str) -> None:

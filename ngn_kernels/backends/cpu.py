@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def load() -> CpuBackend:
 
 
 def _why_missing(error: ImportError) -> str:
-    if any(Path(__file__).parent.parent.glob("_cpu.*")):
+    folder = Path(__file__).parent.parent
+    if any((folder / f"_cpu{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
         return f"the C++ extension does not load: {error}"
     compilers = [os.environ.get("CXX"), "c++", "g++", "clang++"]
     if not any(shutil.which(compiler) for compiler in compilers if compiler):

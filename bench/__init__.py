@@ -1,0 +1,1 @@
+"""Benchmarks and experiments for the NGN optimizers: the package behind `ngn-bench`."""

@@ -1,0 +1,216 @@
+"""The optimizers that are measured side by side, by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .environment import BACKENDS
+from .errors import unknown_name
+from .plain_torch import PlainNGNMDv1
+
+Build = Callable[..., Optimizer]
+
+BASELINE = "adamw:fused"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer with a way to build it, and another whose results it must reproduce.
+
+    `build(params, lr=…)` makes it; `build_truth` makes its slow, trusted form, which is run in
+    float64. `rule` is a key of `traffic.PASSES`. `unfused` code has its traffic counted from the
+    operators that it calls; `rounds_once` is false where half precision is rounded at each of them.
+    `slack` multiplies the tolerance of the check.
+    """
+
+    name: str
+    label: str
+    rule: str
+    build: Build
+    build_truth: Build | None = None
+    truth: str = ""
+    uses_loss: bool = False
+    unfused: bool = False
+    compiled: bool = False
+    rounds_once: bool = True
+    slack: float = 1.0
+
+    def step_function(self, optimizer: Optimizer, loss: Tensor) -> Callable[[], object]:
+        """One whole `step()`, as a training loop would call it."""
+        step: Callable[..., Any] = optimizer.step
+        if self.compiled:
+            step = torch.compile(step)
+        if self.uses_loss:
+            return lambda: step(loss=loss)
+        return lambda: step()
+
+
+@dataclass(frozen=True)
+class NGNVariant:
+    rule: str
+    class_name: str
+    options: dict[str, Any]
+
+
+NGN_VARIANTS = {
+    "ngn": NGNVariant("NGN", "NGN", {}),
+    "ngnm": NGNVariant("NGN-M", "NGNM", {}),
+    "ngnd": NGNVariant("NGN-D", "NGND", {}),
+    "ngnd-rms": NGNVariant("NGN-D (RMS)", "NGND", {"preconditioner": "rms"}),
+    "ngnmdv1": NGNVariant("NGN-MDv1", "NGNMDv1", {}),
+    "ngnmdv2": NGNVariant("NGN-MDv2", "NGNMDv2", {}),
+    "decngnmdv1": NGNVariant("Dec-NGN-MDv1", "DecNGNMDv1", {}),
+    "ngnmdv1w": NGNVariant("NGN-MDv1W", "NGNMDv1W", {}),
+}
+
+
+def _build_ngn(variant: NGNVariant, backend: str) -> Build:
+    def build(params: list[Tensor], **options: Any) -> Optimizer:
+        factory = getattr(importlib.import_module("ngn_kernels"), variant.class_name)
+        optimizer: Optimizer = factory(params, **variant.options, **options, backend=backend)
+        return optimizer
+
+    return build
+
+
+def _build_torch(optimizer: type[Optimizer], **fixed: Any) -> Build:
+    return lambda params, **options: optimizer(params, **fixed, **options)
+
+
+def _build_momo(class_name: str) -> Build:
+    def build(params: list[Tensor], **options: Any) -> Optimizer:
+        try:
+            factory = getattr(importlib.import_module("momo"), class_name)
+        except ImportError:
+            raise RuntimeError("momo-opt is not installed: pip install momo-opt") from None
+        optimizer: Optimizer = factory(params, **options)
+        return optimizer
+
+    return build
+
+
+def _all_contenders() -> Iterable[Contender]:
+    for backend in BACKENDS:
+        for name, variant in NGN_VARIANTS.items():
+            yield Contender(
+                f"{name}:{backend}",
+                f"{variant.rule} · {backend}",
+                variant.rule,
+                _build_ngn(variant, backend),
+                _build_ngn(variant, "reference"),
+                "reference",
+                uses_loss=True,
+                unfused=backend == "reference",
+            )
+    yield Contender(
+        "ngnmdv1:plain",
+        "NGN-MDv1 · plain torch",
+        "NGN-MDv1",
+        PlainNGNMDv1,
+        _build_ngn(NGN_VARIANTS["ngnmdv1"], "reference"),
+        "reference",
+        uses_loss=True,
+        unfused=True,
+        rounds_once=False,
+    )
+    adamw, sgd = torch.optim.AdamW, torch.optim.SGD
+    for name, options in (
+        ("fused", {"fused": True}),
+        ("foreach", {"foreach": True}),
+        ("for-loop", {"foreach": False}),
+        ("compiled", {"foreach": True}),
+    ):
+        yield Contender(
+            f"adamw:{name}",
+            f"AdamW · {name}",
+            "AdamW",
+            _build_torch(adamw, **options),
+            _build_torch(adamw, foreach=False),
+            "for-loop",
+            unfused=name in ("foreach", "for-loop"),
+            compiled=name == "compiled",
+            rounds_once=name == "fused",
+            # Compiled code takes 1 − β₂ᵗ in float32, which costs it two or three digits.
+            slack=100.0 if name == "compiled" else 1.0,
+        )
+    yield Contender(
+        "sgd:fused",
+        "SGD momentum · fused",
+        "SGDM",
+        _build_torch(sgd, momentum=0.9, fused=True),
+        _build_torch(sgd, momentum=0.9, foreach=False),
+        "for-loop",
+    )
+    for name, class_name, rule in (
+        ("momo", "Momo", "Momo"),
+        ("momo-adam", "MomoAdam", "Momo-Adam"),
+    ):
+        yield Contender(
+            name,
+            f"{rule} · momo-opt",
+            rule,
+            _build_momo(class_name),
+            uses_loss=True,
+            unfused=True,
+        )
+
+
+CONTENDERS = {contender.name: contender for contender in _all_contenders()}
+
+
+def fastest_backend(status: dict[str, str]) -> str:
+    """The first backend that runs, as `backend="auto"` would take it."""
+    return next((name for name in ("triton", "cpu") if status.get(name) == "ok"), "reference")
+
+
+def select(names: Iterable[str], backend: str, compiled: bool = False) -> list[Contender]:
+    """Contenders for command-line names, in the registry's order, always with the baseline.
+
+    `ngnmdv1` is that rule on `backend`; `adamw` all of its forms; `ngn-all`, `torch-all`,
+    `momo-all` and `all` are groups. Compiled forms belong to a group only if `compiled` is set.
+    """
+    chosen = {BASELINE}
+    for name in names:
+        chosen.update(_expand(name.lower(), backend, compiled))
+    return [contender for name, contender in CONTENDERS.items() if name in chosen]
+
+
+def _has_backend(name: str) -> bool:
+    return name.partition(":")[2] in BACKENDS
+
+
+def _expand(name: str, backend: str, compiled: bool) -> list[str]:
+    if name in CONTENDERS:
+        return [name]
+    if name == "ngn-all":
+        return [f"{rule}:{backend}" for rule in NGN_VARIANTS]
+    if name in NGN_VARIANTS:
+        return [f"{name}:{backend}"]
+    groups = {
+        "all": lambda _: True,
+        "torch-all": lambda contender: contender.name.startswith(("adamw", "sgd")),
+        "momo-all": lambda contender: contender.name.startswith("momo"),
+        "adamw": lambda contender: contender.name.startswith("adamw"),
+        "sgd": lambda contender: contender.name.startswith("sgd"),
+    }
+    if name not in groups:
+        raise unknown_name(
+            "contender",
+            name,
+            [*NGN_VARIANTS, "ngn-all", *groups, *CONTENDERS],
+            "A rule is measured on the fastest backend that runs; ngnmdv1:reference asks for one "
+            f"({', '.join(BACKENDS)}). Groups: ngn-all, torch-all, momo-all, all.",
+            [*NGN_VARIANTS, *(name for name in CONTENDERS if not _has_backend(name))],
+        )
+    return [
+        contender.name
+        for contender in CONTENDERS.values()
+        if groups[name](contender) and (compiled or not contender.compiled)
+    ]

@@ -1,0 +1,174 @@
+"""What this machine is: recorded in every result file and printed by `ngn-bench info`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import BenchError
+
+PACKAGES = ("ngn-kernels", "torch", "triton", "numpy", "momo-opt", "matplotlib", "rich")
+BACKENDS = ("cpu", "triton", "reference")
+
+
+def package_versions() -> dict[str, str | None]:
+    """Installed versions; None for a package that is not there."""
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    versions["torch"] = torch.__version__
+    with contextlib.suppress(ImportError):
+        versions["ngn-kernels"] = importlib.import_module("ngn_kernels").__version__
+    return versions
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cache_bytes() -> dict[str, int]:
+    """Data cache sizes by level, as Linux reports them for the first core."""
+    caches: dict[str, int] = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            if (index / "type").read_text().strip() == "Instruction":
+                continue
+            level = (index / "level").read_text().strip()
+            caches[f"L{level}"] = _parse_size((index / "size").read_text().strip())
+        except (OSError, ValueError):
+            continue
+    return caches
+
+
+def _parse_size(text: str) -> int:
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
+
+
+def memory_free(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on `device`, container limits included; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            limits.append(max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass
+    return min(limits, default=None)
+
+
+def memory_total() -> int | None:
+    """Bytes of main memory; None if unknown."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def select_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BenchError(f"{name!r} is not a device; write cpu, cuda or cuda:1") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise BenchError(f"only cpu and cuda devices are measured, not {name!r}")
+    if not torch.cuda.is_available():
+        raise BenchError(
+            f"device {name!r} is not there: this torch ({torch.__version__}) sees no CUDA or ROCm "
+            "GPU. Use --device cpu."
+        )
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise BenchError(
+            f"device {name!r} is not there: this machine has {torch.cuda.device_count()} GPU(s), "
+            "counted from cuda:0"
+        )
+    return device
+
+
+def backend_status(device: torch.device) -> dict[str, str]:
+    """For each NGN backend "ok", or why it cannot run on `device`: found by running one step."""
+    try:
+        from ngn_kernels import NGN
+    except ImportError as error:
+        return {backend: f"ngn_kernels cannot be imported: {error}" for backend in BACKENDS}
+    status: dict[str, str] = {}
+    for backend in BACKENDS:
+        param = torch.ones(8, device=device, requires_grad=True)
+        param.grad = torch.ones_like(param)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                NGN([param], backend=backend).step(loss=torch.ones((), device=device))
+        except Exception as error:  # any failure is the answer here
+            status[backend] = first_line(error)
+        else:
+            status[backend] = "ok"
+    return status
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one line."""
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Everything a reader of a result file needs to know about where it was measured."""
+    return {
+        "packages": package_versions(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "caches": cache_bytes(),
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "memory": memory_total(),
+        "device": str(device),
+        "gpus": [
+            torch.cuda.get_device_name(index)
+            for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        ],
+        "backends": backend_status(device),
+    }
+
+
+def machine_line(environment: dict[str, Any]) -> str:
+    """One line for headings: processor, threads, torch."""
+    device = environment["device"]
+    if device.startswith("cuda") and environment["gpus"]:
+        hardware = environment["gpus"][torch.device(device).index or 0]
+    else:
+        hardware = f"{environment['cpu']}, {environment['threads']} thread(s)"
+    return f"{hardware}, torch {environment['packages']['torch']}"

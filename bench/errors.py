@@ -1,0 +1,25 @@
+"""Errors a user can act on. The command line prints them without a traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BenchError(Exception):
+    """A request that cannot be met; the message says what to do instead."""
+
+
+def unknown_name(
+    kind: str, name: str, known: Iterable[str], hint: str = "", listed: Iterable[str] = ()
+) -> BenchError:
+    """An error for a name that is not in `known`, with the nearest one as a suggestion.
+
+    `listed` are the names to show where `known` has too many to read.
+    """
+    names = list(known)
+    nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    shown = ", ".join(listed or names)
+    extra = f"\n{hint}" if hint else ""
+    return BenchError(f"unknown {kind} {name!r}.{suggestion}\nKnown: {shown}{extra}")

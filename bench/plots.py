@@ -1,0 +1,262 @@
+"""Pictures of results, made from their JSON records."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .contenders import BASELINE
+from .environment import machine_line
+from .errors import BenchError
+from .report import duration
+from .step_tables import headline_rows, rows_of, workload_names, workload_title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#1f2933"
+MUTED = "#7b8794"
+FASTER = "#1b998b"
+SLOWER = "#e07a5f"
+PALE = "#d5dbe1"
+SOURCE_KEY = "Source"
+RATIO_TICKS = {0.125: "⅛×", 0.25: "¼×", 0.5: "½×", **{2**n: f"{2**n}×" for n in range(10)}}
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib import rcParams
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BenchError("plots need matplotlib: pip install 'ngn-kernels[bench]'") from None
+    rcParams["font.size"] = 9
+    rcParams["axes.edgecolor"] = MUTED
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def record_digest(record: dict[str, Any]) -> str:
+    """A fingerprint of a record, stored in its picture."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def save(figure: Figure, path: Path, record: dict[str, Any]) -> None:
+    """Write the picture; a PNG carries the fingerprint of the record it was made from."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {SOURCE_KEY: record_digest(record)} if path.suffix == ".png" else None
+        figure.savefig(path, dpi=160, facecolor="white", metadata=metadata)
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise BenchError(f"cannot write {path}: {error}") from None
+
+
+def plot_step(record: dict[str, Any], path: Path) -> None:
+    """Bars that leave the line of fused AdamW: to the left faster, to the right slower."""
+    panels = [
+        rows
+        for workload in workload_names(record)
+        if (rows := headline_rows(rows_of(record, workload)))
+    ]
+    if not panels:
+        raise BenchError("nothing was measured against fused AdamW, so there is nothing to plot")
+    across = min(len(panels), 3 if len(panels) > 4 else 2)
+    lines = [panels[i : i + across] for i in range(0, len(panels), across)]
+    heights = [max(len(rows) for rows in line) for line in lines]
+    figure = _figure(max(7.5, 5.8 * across), 1.1 + sum(0.25 * h + 0.65 for h in heights))
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.08)  # type: ignore[union-attr,call-arg]
+    grid = figure.add_gridspec(len(lines), across, height_ratios=[h + 1.6 for h in heights])
+    ratios = [row["ratio"] for rows in panels for row in rows]
+    limits = (min(*ratios, 0.5) / 1.15, max(*ratios, 2.0) * 1.15)
+    for i, line in enumerate(lines):
+        for j, rows in enumerate(line):
+            axes = figure.add_subplot(grid[i, j])
+            _ratio_panel(axes, sorted(rows, key=lambda row: -row["ratio"]), record, limits)
+    figure.suptitle(
+        "One optimizer step against torch's fused AdamW", fontsize=13, weight="bold", color=INK
+    )
+    figure.legend(
+        handles=_step_legend(record, panels),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
+        title=machine_line(record["environment"]),
+        title_fontproperties={"size": 8},
+        alignment="center",
+    )
+    save(figure, path, record)
+
+
+def _step_legend(record: dict[str, Any], panels: Sequence[Sequence[dict[str, Any]]]) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [
+        Patch(color=FASTER, label="NGN, faster than fused AdamW"),
+        Patch(color=SLOWER, label="NGN, slower"),
+        Patch(color=PALE, label="others"),
+    ]
+    if any(not _in_cache(rows[0], record) for rows in panels):
+        label = "the rule's bytes at copy speed"
+        handles.append(Line2D([], [], color=INK, marker="|", ls="", ms=9, mew=1.8, label=label))
+    return handles
+
+
+def _ratio_panel(
+    axes: Axes, rows: Sequence[dict[str, Any]], record: dict[str, Any], limits: tuple[float, float]
+) -> None:
+    """One workload: bars by ratio, with ratio and time at the right."""
+    baseline = next(row["time"]["median"] for row in rows if row["contender"] == BASELINE)
+    speed = record["copy_bandwidth"].get(rows[0]["workload"])
+    for position, row in enumerate(rows):
+        axes.barh(position, row["ratio"] - 1, left=1, height=0.7, color=_bar_colour(row))
+        if speed and not _in_cache(row, record):
+            floor = row["bytes_floor"] * row["parameters"] / speed / baseline
+            axes.plot([floor, floor], [position - 0.35, position + 0.35], color=INK, lw=1.8)
+    axes.axvline(1, color=INK, lw=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(*limits)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+    ticks = [tick for tick in RATIO_TICKS if limits[0] <= tick <= limits[1]]
+    axes.set_xticks(ticks, [RATIO_TICKS[tick] for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
+    numbers = axes.twinx()
+    numbers.set_ylim(axes.get_ylim())
+    numbers.set_yticks(range(len(rows)), [_numbers(row) for row in rows], family="monospace")
+    numbers.set_frame_on(False)
+    for column in (axes, numbers):
+        column.tick_params(length=0, colors=INK)
+        for label, row in zip(column.get_yticklabels(), rows, strict=True):
+            label.set_fontweight("bold" if row["contender"] == BASELINE else "normal")
+    axes.grid(axis="x", color=PALE, lw=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(workload_title(rows[0]), loc="left", fontsize=10, color=INK)
+
+
+def _numbers(row: dict[str, Any]) -> str:
+    ratio = f"{row['ratio']:.{2 if row['ratio'] < 9.995 else 1}f}×"
+    return f"{ratio:>6} {duration(row['time']['median']):>8}"
+
+
+def _bar_colour(row: dict[str, Any]) -> str:
+    name = row["contender"]
+    if name.startswith(("ngn", "decngn")) and not name.endswith((":plain", ":reference")):
+        return FASTER if row["ratio"] <= 1 else SLOWER
+    return PALE
+
+
+def _in_cache(row: dict[str, Any], record: dict[str, Any]) -> bool:
+    """Whether parameters, gradients and state may all stay in the last-level cache."""
+    last_level = max(record["environment"]["caches"].values(), default=0)
+    return bool(row["parameters"] * 16 < 2 * last_level)
+
+
+def plot_train(record: dict[str, Any], path: Path) -> None:
+    """Iterations split into model and optimizer, one bar per optimizer."""
+    tasks = list(dict.fromkeys(row["workload"] for row in record["rows"] if row["time"]))
+    if not tasks:
+        raise BenchError("nothing was measured, so there is nothing to plot")
+    counts = [sum(1 for r in record["rows"] if r["workload"] == t and r["time"]) for t in tasks]
+    figure = _figure(8.5, 1.2 + sum(0.42 * n + 0.75 for n in counts))
+    all_axes = figure.subplots(
+        len(tasks), 1, squeeze=False, gridspec_kw={"height_ratios": [n + 1.2 for n in counts]}
+    )
+    for axes, task in zip(all_axes[:, 0], tasks, strict=True):
+        rows = [row for row in record["rows"] if row["workload"] == task and row["time"]]
+        for position, row in enumerate(reversed(rows)):
+            total, update = row["time"]["median"] * 1e3, row["update"] * 1e3
+            axes.barh(position, total - update, height=0.62, color=PALE)
+            axes.barh(position, update, left=total - update, height=0.62, color=FASTER)
+            ratio = "" if row["ratio"] is None else f"   {row['ratio']:.3f}×"
+            text = f" {duration(total / 1e3)}, update {duration(update / 1e3)}{ratio}"
+            axes.text(total, position, text, va="center", fontsize=8, color=INK)
+        longest = max(row["time"]["median"] for row in rows) * 1e3
+        axes.set_xlim(0, longest * 1.45)
+        axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
+        axes.tick_params(length=0, colors=INK)
+        axes.set_xlabel("ms per iteration", color=MUTED, fontsize=8)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.set_title(f"{task}, {rows[0]['description']}", loc="left", fontsize=9, color=INK)
+    figure.suptitle(
+        "A training iteration: forward and backward (grey), optimizer (green)",
+        fontsize=12,
+        weight="bold",
+    )
+    figure.supxlabel(machine_line(record["environment"]), fontsize=8, color=MUTED)
+    save(figure, path, record)
+
+
+def plot_roofline(record: dict[str, Any], path: Path) -> None:
+    """Bandwidth over array size, and each rule's shortest step."""
+    figure = _figure(11.5, 4.4)
+    left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1, 1.15]})
+    colours = {"read": FASTER, "copy": INK, "triad": SLOWER}
+    for kernel, colour in colours.items():
+        points = [(p["bytes"], p[kernel] / 1e9) for p in record["sweep"] if kernel in p]
+        left.plot(*zip(*points, strict=True), "o-", color=colour, lw=1.6, ms=3.5, label=kernel)
+    left.set_xscale("log", base=2)
+    left.set_ylim(bottom=0)
+    top = left.get_ylim()[1]
+    for level, number in record["environment"]["caches"].items():
+        left.axvline(number, color=MUTED, lw=0.8, ls=":")
+        left.text(number, top * 0.98, f" {level}", fontsize=8, color=MUTED, va="top")
+    ticks = [2**e for e in range(14, 34, 3) if left.get_xlim()[0] <= 2**e <= left.get_xlim()[1]]
+    left.set_xticks(ticks, [_binary(tick) for tick in ticks])
+    left.set_xlabel("size of each array", color=INK)
+    left.set_ylabel("GB/s", color=INK)
+    left.set_title("Memory bandwidth", loc="left", fontsize=10, weight="bold")
+    left.legend(frameon=False)
+    left.grid(color=PALE, lw=0.6)
+
+    floors = record["floors"][::-1]
+    adamw = next(f for f in floors if f["rule"] == "AdamW")
+    adamw_time = adamw["reduce"] + adamw["apply"]
+    for position, floor in enumerate(floors):
+        reduce, apply = floor["reduce"] * 1e9, floor["apply"] * 1e9
+        right.barh(position, reduce, height=0.66, color=SLOWER)
+        colour = FASTER if "NGN" in floor["rule"] else PALE
+        right.barh(position, apply, left=reduce, height=0.66, color=colour)
+        total = reduce + apply
+        text = f"{total:.2f} ns   {total / adamw_time / 1e9:.2f}×"
+        right.annotate(
+            text,
+            (total, position),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+        )
+    right.axvline(adamw_time * 1e9, color=INK, lw=1, ls="--", zorder=2)
+    right.set_xlim(0, max(f["reduce"] + f["apply"] for f in floors) * 1.3e9)
+    right.set_yticks(range(len(floors)), [floor["rule"] for floor in floors])
+    right.set_xlabel(f"ns per {record['dtype']} parameter, and ratio to AdamW", color=INK)
+    right.set_title(
+        "Shortest step the memory allows: reduce (orange), apply",
+        loc="left",
+        fontsize=10,
+        weight="bold",
+    )
+    for axes in (left, right):
+        axes.tick_params(length=0, colors=INK)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.supxlabel(machine_line(record["environment"]), fontsize=8, color=MUTED)
+    save(figure, path, record)
+
+
+def _binary(number: int) -> str:
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= scale:
+            return f"{number // scale} {unit}"
+    return f"{number} B"

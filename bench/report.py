@@ -1,0 +1,222 @@
+"""Tables for people and JSON for machines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from .errors import BenchError
+
+SCHEMA = 1
+REFRESH_SECONDS = 0.25
+
+Progress = Callable[[float, str], object]
+
+
+def duration(seconds: float) -> str:
+    """A time with three digits and a unit: 1.23 s, 45.6 ms, 789 µs."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= scale:
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def size(number: float) -> str:
+    """Bytes with a unit: 283 MB, 1.13 GB."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= scale:
+            return f"{_digits(number / scale)} {unit}"
+    return f"{number:.0f} B"
+
+
+def _digits(number: float) -> str:
+    return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    heading: str
+    right: bool = True
+
+
+@dataclasses.dataclass
+class Table:
+    """A titled table; the row of the index `bold` stands out."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    bold: int | None = None
+
+
+def print_table(table: Table, stream: IO[str] | None = None) -> None:
+    """With rich on a terminal, as aligned text elsewhere."""
+    stream = stream or sys.stdout
+    if stream.isatty():
+        with contextlib.suppress(ImportError):
+            _print_rich(table, stream)
+            return
+    print(plain_table(table), file=stream, flush=True)
+
+
+def plain_table(table: Table) -> str:
+    cells = [[column.heading for column in table.columns], *table.rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
+    lines = [table.title] if table.title else []
+    for index, row in enumerate(cells):
+        aligned = [
+            cell.rjust(width) if column.right else cell.ljust(width)
+            for cell, width, column in zip(row, widths, table.columns, strict=True)
+        ]
+        lines.append("  ".join(aligned).rstrip())
+        if index == 0:
+            lines.append("  ".join("-" * width for width in widths))
+    if table.caption:
+        lines += textwrap.wrap(table.caption, 100)
+    return "\n".join(lines) + "\n"
+
+
+def _print_rich(table: Table, stream: IO[str]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    shown = RichTable(
+        title=table.title,
+        caption=table.caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        title_style="bold",
+    )
+    for column in table.columns:
+        shown.add_column(
+            column.heading, justify="right" if column.right else "left", no_wrap=column.right
+        )
+    for index, row in enumerate(table.rows):
+        shown.add_row(*row, style="bold cyan" if index == table.bold else None)
+    Console(file=stream).print(shown)
+
+
+def markdown_table(table: Table) -> str:
+    """The same table for a Markdown file."""
+    rule = ["--:" if column.right else ":--" for column in table.columns]
+    lines = [[column.heading for column in table.columns], rule, *table.rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+@contextlib.contextmanager
+def progress_bar(title: str) -> Iterator[Progress]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda fraction, text: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield lambda fraction, text: None
+        return
+    columns = (
+        TextColumn("{task.fields[heading]}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    # A refreshing thread would take time from what is measured: draw between runs instead.
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+    with bar:
+        task = bar.add_task("", total=1.0, heading=title)
+        drawn = 0.0
+
+        def show(fraction: float, text: str) -> None:
+            nonlocal drawn
+            bar.update(task, completed=fraction, description=text)
+            if time.monotonic() - drawn > REFRESH_SECONDS:
+                bar.refresh()
+                drawn = time.monotonic()
+
+        yield show
+
+
+def record(
+    kind: str, command: Sequence[str], environment: dict[str, Any], **content: Any
+) -> dict[str, Any]:
+    """The content of a result file."""
+    now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "created": now.isoformat(),
+        "command": list(command),
+        "environment": environment,
+        **content,
+    }
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write a result file, whole or not at all."""
+    partial = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(data, indent=1, default=_plain) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}") from None
+
+
+def as_plain(data: dict[str, Any]) -> dict[str, Any]:
+    """The record as it will be read back from its file."""
+    plain: dict[str, Any] = json.loads(json.dumps(data, default=_plain))
+    return plain
+
+
+def info_lines(environment: dict[str, Any]) -> list[str]:
+    """The environment for reading."""
+    caches = ", ".join(f"{level} {size(number)}" for level, number in environment["caches"].items())
+    memory = environment["memory"]
+    lines = [
+        f"python      {environment['python']} on {environment['platform']}",
+        f"processor   {environment['cpu']}, {environment['cores']} core(s), {environment['simd']}",
+        f"caches      {caches or 'unknown'}",
+        f"memory      {'unknown' if memory is None else size(memory)}",
+        f"threads     {environment['threads']}",
+        f"GPUs        {', '.join(environment['gpus']) or 'none'}",
+    ]
+    for package, version in environment["packages"].items():
+        lines.append(f"{package:<12}{version or 'not installed'}")
+    for backend, status in environment["backends"].items():
+        lines.append(f"backend     {backend} on {environment['device']}: {status}")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    raise TypeError(f"{type(value).__name__} does not go into JSON")
+
+
+def read_json(path: Path, kind: str | None = None) -> dict[str, Any]:
+    """A result file of this tool; anything else is an error that says so."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BenchError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or "schema" not in data or "kind" not in data:
+        raise BenchError(f"{path} is not a result of ngn-bench: write one with --json")
+    if data["schema"] != SCHEMA:
+        raise BenchError(f"{path} has schema {data['schema']}; this version reads {SCHEMA}")
+    if kind is not None and data["kind"] != kind:
+        raise BenchError(f"{path} is a result of `ngn-bench {data['kind']}`, not of `{kind}`")
+    return data

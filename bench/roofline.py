@@ -1,0 +1,163 @@
+"""What the memory allows: bandwidths of this machine, and each rule's shortest step from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .environment import cache_bytes, memory_free
+from .errors import BenchError
+from .measure import Clock, Lane, make_clock, measure, summarise
+from .report import Column, Table, size
+from .traffic import PASSES
+
+KERNELS = ("read", "copy", "triad")
+
+
+def large_elements(device: torch.device) -> int:
+    """Float32 elements of an array that does not fit any cache."""
+    if device.type == "cuda":
+        return 128 * 2**20
+    last_level = max(cache_bytes().values(), default=32 * 2**20)
+    return min(64 * 2**20, max(16 * 2**20, last_level))
+
+
+def bandwidth_lanes(
+    elements: int, device: torch.device, kernels: Sequence[str] = KERNELS
+) -> tuple[list[Lane], dict[str, int]]:
+    """Lanes that read, copy, or compute a = b + s·c, and the bytes that a run of each moves."""
+    a, b = (torch.ones(elements, device=device) for _ in range(2))
+    c = torch.ones(elements, device=device) if "triad" in kernels else b
+    runs: dict[str, tuple[Callable[[], Tensor], int]] = {
+        "read": (lambda: torch.sum(b), 1),
+        "copy": (lambda: a.copy_(b), 2),
+        "triad": (lambda: torch.add(b, c, alpha=3.0, out=a), 3),
+    }
+    lanes = [Lane(name, runs[name][0]) for name in kernels]
+    return lanes, {name: runs[name][1] * 4 * elements for name in kernels}
+
+
+def bandwidths(
+    elements: int, device: torch.device, clock: Clock, seconds: float
+) -> dict[str, float] | None:
+    """Bytes per second of each kernel on arrays of `elements`; None if interrupted."""
+    lanes, moved = bandwidth_lanes(elements, device)
+    if not measure(lanes, clock, seconds):
+        return None
+    found = {}
+    for lane in lanes:
+        if summary := summarise(lane):
+            found[lane.name] = moved[lane.name] / summary.busy
+    return found
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Shortest time of a rule's two passes, in seconds per parameter."""
+
+    rule: str
+    bytes_per_parameter: int
+    reduce: float
+    apply: float
+
+    @property
+    def total(self) -> float:
+        return self.reduce + self.apply
+
+
+def floors(bandwidth: dict[str, float], dtype: torch.dtype) -> list[Floor]:
+    """Each rule's floor: its reduce pass at reading speed, its apply pass at copying speed."""
+    return [
+        Floor(
+            rule,
+            passes.floor_bytes(dtype),
+            passes.reduce_bytes(dtype) / bandwidth["read"],
+            passes.apply_bytes(dtype) / bandwidth["copy"],
+        )
+        for rule, passes in PASSES.items()
+    ]
+
+
+SMALLEST_ELEMENTS = 2**12
+
+
+def run_roofline(
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    largest: int | None = None,
+    progress: Callable[[float, str], object] = lambda fraction, text: None,
+) -> dict[str, Any]:
+    """Bandwidths over array sizes, and the floors at the largest size, which fits no cache."""
+    largest = largest or large_elements(device)
+    free = memory_free(device)
+    if free is not None and 3 * 4 * largest > free:
+        raise BenchError(
+            f"three arrays of {size(4 * largest)} do not fit the {size(free)} that are free on "
+            f"{device}: take a smaller --largest"
+        )
+    sizes = [largest]
+    while sizes[0] // 2 >= SMALLEST_ELEMENTS:
+        sizes.insert(0, sizes[0] // 2)
+    clock = make_clock(device)
+    sweep: list[dict[str, float]] = []
+    interrupted = False
+    # The largest size carries the floors, so it comes first and gets a third of the time.
+    for index, elements in enumerate(reversed(sizes)):
+        progress(index / len(sizes), f"arrays of {size(4 * elements)}")
+        share = seconds / 3 if index == 0 else seconds * 2 / 3 / max(1, len(sizes) - 1)
+        found = bandwidths(elements, device, clock, share)
+        if found is None:
+            interrupted = True
+            break
+        sweep.insert(0, {"bytes": 4 * elements, **found})
+    return {
+        "sweep": sweep,
+        "floors": floors(sweep[-1], dtype) if sweep else [],
+        "dtype": str(dtype).removeprefix("torch."),
+        "interrupted": interrupted,
+    }
+
+
+def roofline_tables(record: dict[str, Any]) -> list[Table]:
+    """Bandwidth by array size, and the floor of each rule, from the JSON record."""
+    columns = [Column("array"), *(Column(f"{kernel} GB/s") for kernel in KERNELS)]
+    rows = [
+        [size(point["bytes"]), *(f"{point[kernel] / 1e9:.1f}" for kernel in KERNELS)]
+        for point in record["sweep"]
+    ]
+    tables = [Table("Memory bandwidth by array size", columns, rows)]
+    if not record["floors"]:
+        return tables
+    adamw = next(f["reduce"] + f["apply"] for f in record["floors"] if f["rule"] == "AdamW")
+    columns = [
+        Column("rule", right=False),
+        Column("B/param"),
+        Column("reduce"),
+        Column("apply"),
+        Column("ns/param"),
+        Column("vs AdamW"),
+    ]
+    cells = []
+    for floor in record["floors"]:
+        total = floor["reduce"] + floor["apply"]
+        cells.append(
+            [
+                floor["rule"],
+                f"{floor['bytes_per_parameter']:g}",
+                f"{floor['reduce'] * 1e9:.2f}",
+                f"{floor['apply'] * 1e9:.2f}",
+                f"{total * 1e9:.2f}",
+                f"{total / adamw:.2f}×",
+            ]
+        )
+    caption = (
+        "The reduce pass at reading speed, the apply pass at copying speed, both of the largest "
+        "arrays: no step of a model that fits no cache can be much shorter."
+    )
+    tables.append(Table(f"Shortest step, {record['dtype']}", columns, cells, caption))
+    return tables
