@@ -2,6 +2,7 @@
 // and a fixed number of lanes make the results the same bits on all of them, for any thread count.
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 #include "convert.h"
 #include "engine.h"
@@ -172,30 +173,42 @@ class CoefficientCache {
   Coefficients<T> k_;
 };
 
-// Hands the chunks out to `threads` threads, in order or in reverse, some neighbours at a time.
+// Every thread has its part of the chunks, the same one in every pass, so that its data stay in the
+// caches near it; whoever is done helps with the other parts, a few neighbouring chunks at a time.
 template <typename Work>
 void for_each_chunk(int64_t count, int threads, bool reverse, Work&& make_worker) {
-  struct Shared {
+  struct alignas(64) Part {
     std::atomic<int64_t> next{0};
-    int64_t count, batch;
+    int64_t begin, end;
+  };
+  struct Shared {
+    std::vector<Part> parts;
+    int64_t batch;
     bool reverse;
     Work* make_worker;
-  } shared;
-  shared.count = count;
-  shared.batch = 1 + count / (16 * threads);
-  shared.reverse = reverse;
-  shared.make_worker = &make_worker;
+  };
   const int team = static_cast<int>(count < threads ? count : threads);
+  if (team < 1) return;
+  Shared shared{std::vector<Part>(static_cast<size_t>(team)), 1 + count / (16 * team), reverse, &make_worker};
+  for (int t = 0; t < team; ++t) {
+    shared.parts[t].begin = count * t / team;
+    shared.parts[t].end = count * (t + 1) / team;
+  }
   run_team(
       [](void* data) {
         Shared& shared = *static_cast<Shared*>(data);
         auto worker = (*shared.make_worker)();
-        for (;;) {
-          const int64_t begin = shared.next.fetch_add(shared.batch, std::memory_order_relaxed);
-          if (begin >= shared.count) return;
-          const int64_t end = begin + shared.batch < shared.count ? begin + shared.batch : shared.count;
-          const int64_t first = shared.reverse ? shared.count - end : begin;
-          for (int64_t i = first; i < first + end - begin; ++i) worker(i);
+        const size_t team = shared.parts.size(), own = static_cast<size_t>(thread_slot()) % team;
+        for (size_t t = 0; t < team; ++t) {
+          Part& part = shared.parts[(own + t) % team];
+          const int64_t count = part.end - part.begin;
+          for (;;) {
+            const int64_t done = part.next.fetch_add(shared.batch, std::memory_order_relaxed);
+            if (done >= count) break;
+            const int64_t n = count - done < shared.batch ? count - done : shared.batch;
+            const int64_t first = shared.reverse ? part.end - done - n : part.begin + done;
+            for (int64_t i = first; i < first + n; ++i) worker(i);
+          }
         }
       },
       &shared, team);

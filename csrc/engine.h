@@ -24,4 +24,7 @@ extern TeamLauncher team_launcher;
 
 void run_team(void (*work)(void*), void* data, int threads);
 
+// A small number that stays the same for a thread as long as it lives.
+int thread_slot();
+
 }  // namespace ngn

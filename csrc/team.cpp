@@ -1,3 +1,4 @@
+#include <atomic>
 #include <thread>
 #include <vector>
 
@@ -18,6 +19,12 @@ void run_team(void (*work)(void*), void* data, int threads) {
     work(data);
     for (auto& other : others) other.join();
   }
+}
+
+int thread_slot() {
+  static std::atomic<int> next{0};
+  thread_local const int slot = next.fetch_add(1);
+  return slot;
 }
 
 }  // namespace ngn
