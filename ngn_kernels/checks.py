@@ -44,6 +44,13 @@ def read_loss(loss: Any) -> float | Tensor:
     )
 
 
+def wide(value: float | Tensor) -> float | Tensor:
+    """As a double, on any device that has them."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.float() if value.device.type == "mps" else value.double()
+
+
 def check_group(group: dict[str, Any], algorithm: str) -> None:
     """Raise unless every value of a group is in its range."""
     if group["algorithm"] != algorithm:

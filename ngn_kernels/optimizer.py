@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .backends import check_backend, select_backend
-from .checks import check_group, check_overlap, check_param, read_loss, require
+from .checks import check_group, check_overlap, check_param, read_loss, require, wide
 from .plan import (
     FOUND_INF,
     GRAD_SCALE,
@@ -165,8 +165,7 @@ class NGNOptimizer(Optimizer):
             weight: its share, such as its number of samples or tokens; greater than 0.
         """
         require("weight", weight, "in (0, inf)", lambda v: 0 < v < math.inf)
-        value = read_loss(loss)
-        value = value.double() * weight if isinstance(value, Tensor) else value * weight
+        value = wide(read_loss(loss)) * weight
         if self._pending is not None:
             value, weight = value + self._pending[0], weight + self._pending[1]
         self._pending = (value, float(weight))
@@ -216,7 +215,7 @@ class NGNOptimizer(Optimizer):
                 raise RuntimeError(f"{name} needs the loss of this step: {HOW_TO_PASS_THE_LOSS}")
             self._current_plan()
             return None
-        height = value - self.loss_floor
+        height = wide(value) - self.loss_floor if self.loss_floor else value
         if not isinstance(height, Tensor) and height < 0 and math.isfinite(height):
             raise ValueError(
                 f"the loss {value} is below loss_floor={self.loss_floor}: NGN step sizes need "
@@ -234,7 +233,7 @@ class NGNOptimizer(Optimizer):
             board.set(FOUND_INF, _or(getattr(self, "found_inf", None), 0.0))
             board.set(MAX_GRAD_NORM, _or(self.max_grad_norm, math.inf))
 
-        for reduction in plan.rule.reductions(self.max_grad_norm is not None):
+        for reduction in plan.reductions:
             for bucket in plan.buckets:
                 bucket.backend.reduce(bucket, reduction)
             plan.share_sums()
@@ -251,20 +250,23 @@ class NGNOptimizer(Optimizer):
     def _tell(self, reason: Reason) -> None:
         if reason is not Reason.NONE:
             warnings.warn(
-                f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning, stacklevel=4
+                f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning, stacklevel=5
             )
 
     def _current_plan(self) -> Plan | None:
         """The plan with this step's gradients, built anew if anything else has moved."""
         plan, rule = self._plan, self.rule
+        reductions = rule.reductions(self.max_grad_norm is not None)
         params = [param for group in self.param_groups for param in group["params"]]
-        if plan is not None and plan.is_of(rule, params, self.state) and plan.refresh():
+        if plan is not None and plan.is_of(rule, reductions, params, self.state) and plan.refresh():
             return plan
         self._plan = None
-        self._plan = self._build_plan(rule, params)
+        self._plan = self._build_plan(rule, reductions, params)
         return self._plan
 
-    def _build_plan(self, rule: Rule, params: list[Tensor]) -> Plan | None:
+    def _build_plan(
+        self, rule: Rule, reductions: tuple[Rule, ...], params: list[Tensor]
+    ) -> Plan | None:
         # A parameter that once had a gradient keeps its row, so that plans stay.
         found = [
             (param, group_index, self._label(group_index, index))
@@ -291,7 +293,8 @@ class NGNOptimizer(Optimizer):
             self._boards.setdefault(device, Board(device)).make_room(len(self.param_groups))
         in_order = sorted(rows, key=lambda key: devices.index(key.device))
         buckets = [Bucket(key, rows[key], backends[key]) for key in in_order]
-        plan = Plan(buckets, self._boards, rule, params, list(self.state.values()))
+        states = list(self.state.values())
+        plan = Plan(buckets, self._boards, rule, reductions, params, states)
         for bucket in plan.buckets:
             bucket.backend.prepare(bucket)
         if not plan.refresh():

@@ -238,11 +238,13 @@ class Plan:
         buckets: list[Bucket],
         boards: dict[torch.device, Board],
         rule: Rule,
+        reductions: tuple[Rule, ...],
         params: list[Tensor],
         states: list[dict[str, Any]],
     ) -> None:
         self.buckets = buckets
         self.rule = rule
+        self.reductions = reductions
         self._params = params
         self._states = states
         rows = {id(row.param) for bucket in buckets for row in bucket.rows}
@@ -264,10 +266,17 @@ class Plan:
         """The board that telemetry is read from, and the last to be applied."""
         return self.boards[0]
 
-    def is_of(self, rule: Rule, params: list[Tensor], state: dict[Tensor, Any]) -> bool:
+    def is_of(
+        self,
+        rule: Rule,
+        reductions: tuple[Rule, ...],
+        params: list[Tensor],
+        state: dict[Tensor, Any],
+    ) -> bool:
         """Whether this is still a plan of these parameters and this state, none of them moved."""
         return (
             rule is self.rule
+            and reductions is self.reductions
             and len(params) == len(self._params)
             and all(map(is_, params, self._params))
             and len(state) == len(self._states)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from algorithms import EVERY, Algorithm, NGNMDv1
+from algorithms import EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv2
 from conftest import runnable_backends
 from helpers import SHAPES, params_of, random_columns, random_gradients, snapshot
 from pair import Pair
@@ -60,6 +60,28 @@ def test_round_trip_goes_on_bit_for_bit(
         advance(optimizer, k)
         advance(other, k)
     assert snapshot(other) == snapshot(optimizer)
+
+
+@pytest.mark.parametrize("algorithm", [NGNM, NGNMDv1, NGNMDv2], ids=str)
+def test_round_trip_while_momentum_is_off(algorithm: Algorithm, backend: str) -> None:
+    """A buffer once there goes on holding the last displacement, through a checkpoint too."""
+
+    def set_momentum(optimizer: Any, beta: float) -> None:
+        for group in optimizer.param_groups:
+            if algorithm.momentum == "momentum":
+                group["momentum"] = beta
+            else:
+                group["betas"] = (beta, group["betas"][1])
+
+    optimizer = trained(algorithm, backend, torch.float32)
+    set_momentum(optimizer, 0.0)
+    other = untrained(optimizer, algorithm, backend)
+    other.load_state_dict(optimizer.state_dict())
+    for k, beta in ((3, 0.0), (4, 0.9)):
+        for each in (optimizer, other):
+            set_momentum(each, beta)
+            advance(each, k)
+        assert snapshot(other) == snapshot(optimizer)
 
 
 @EVERY
