@@ -1,7 +1,262 @@
-"""Placeholder until the engine lands."""
+"""Fused GPU kernels, for NVIDIA and AMD: one launch of each kind serves all tensors of a bucket.
 
+The kernels themselves are in triton_kernels.py. Here are the tables that they read, and the
+launches. After the first step of a plan nothing is allocated on the device, nothing waits for it,
+and no address changes, so that a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..plan import NUMEL, Bucket, BucketKey, G
+from ..rules import Rule
 from . import Unavailable
 
+OLDEST = (3, 4)
+THREADS = 256
+# Chunks are a power of two of elements: many for a small model, and no more than a few
+# thousand partial sums for a large one.
+SMALLEST_CHUNK, LARGEST_CHUNK, WANTED_CHUNKS = 2048, 65536, 8192
 
-def load():
-    raise Unavailable("not written yet")
+
+def chunk_size(numel: int) -> int:
+    """How many elements one block works on, in a bucket of `numel` elements."""
+    fair = max(1, numel // WANTED_CHUNKS)
+    return min(max(1 << (fair - 1).bit_length(), SMALLEST_CHUNK), LARGEST_CHUNK)
+
+
+def vector_length(dtypes: Sequence[torch.dtype]) -> int:
+    """Elements that the widest of the types fits into 128 bits."""
+    return 16 // max(dtype.itemsize for dtype in dtypes)
+
+
+def reduce_constants(rule: Rule, key: BucketKey) -> dict[str, Any]:
+    """What the reduce kernel is specialised on; types that a rule does not touch play no part."""
+    x_type = key.param if rule.regularised else torch.float32
+    touched = [
+        key.grad,
+        *([key.state] if rule.rms else []),
+        *([x_type] if rule.regularised else []),
+    ]
+    vector = vector_length(touched)
+    return {
+        "RMS": rule.rms,
+        "REGULARISED": rule.regularised,
+        "X_TYPE": triton_type(x_type),
+        "G_TYPE": triton_type(key.grad),
+        "STATE_TYPE": triton_type(key.state),
+        "VECTOR": vector,
+        "BLOCK": THREADS * vector,
+    }
+
+
+def apply_constants(rule: Rule, key: BucketKey) -> dict[str, Any]:
+    """What the apply kernel is specialised on."""
+    stateful = rule.momentum or rule.rms
+    vector = vector_length([key.param, key.grad, *([key.state] if stateful else [])])
+    return {
+        "MOMENTUM": rule.momentum,
+        "COORDINATE": rule.coordinate,
+        "RMS": rule.rms,
+        "REGULARISED": rule.regularised,
+        "X_TYPE": triton_type(key.param),
+        "G_TYPE": triton_type(key.grad),
+        "STATE_TYPE": triton_type(key.state),
+        "VECTOR": vector,
+        "BLOCK": THREADS * vector,
+    }
+
+
+def triton_type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def options(kernel: str, rule: Rule, target: Any) -> dict[str, Any]:
+    """How a kernel is compiled for a target."""
+    # Triton is about to change its default: without fusion the bits are those of the formulas.
+    chosen = {"num_warps": THREADS // target.warp_size, "num_stages": 1, "enable_fp_fusion": False}
+    if target.backend == "cuda" and kernel == "apply" and rule.rms:
+        # Half of the machine's warps stay resident; without a bound some variants take 80.
+        chosen["maxnreg"] = 64
+    return chosen
+
+
+class GradientColumn:
+    """The way of the gradients' addresses to the device: pinned memory that no upload still reads."""
+
+    def __init__(self, target: Tensor) -> None:
+        self.target = target
+        self.in_graphs: list[Tensor] = []
+        self._spare = self._pinned()
+        self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def upload(self, addresses: np.ndarray, capturing: bool) -> None:
+        if capturing:
+            # Each replay reads this memory again: it belongs to the graph from now on.
+            host, self._spare = self._pinned() if self._spare is None else self._spare, None
+            self.in_graphs.append(host)
+            self._copy(addresses, host)
+            return
+        if self._spare is None:
+            self._spare = self._pinned()
+        host, event = next((s for s in self._slots if s[1].query()), (None, None))
+        if host is None or event is None:
+            host, event = self._pinned(), torch.cuda.Event()
+            self._slots.append((host, event))
+        self._copy(addresses, host)
+        event.record()
+
+    def _copy(self, addresses: np.ndarray, host: Tensor) -> None:
+        host.copy_(torch.from_numpy(addresses))
+        self.target.copy_(host, non_blocking=True)
+
+    def _pinned(self) -> Tensor:
+        return torch.empty(len(self.target), dtype=torch.int64, pin_memory=True)
+
+
+class Tables:
+    """What the kernels read and write for one bucket, at addresses that stay."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        device = bucket.key.device
+        self.chunk_size = chunk_size(int(bucket.table[NUMEL].sum()))
+        chunks = bucket.chunks(self.chunk_size)
+        # A bucket of empty tensors has step counts to advance all the same.
+        self.host_chunks = chunks if len(chunks) else np.zeros((1, 2), dtype=np.int64)
+        self.n_chunks = len(self.host_chunks)
+        # On the CPU this shares the bucket's own memory.
+        self.table = torch.from_numpy(bucket.table).to(device)
+        self.chunks = torch.from_numpy(self.host_chunks).to(device)
+        self.partials = torch.zeros(3, self.n_chunks, dtype=torch.float64, device=device)
+        self.reduce_ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.apply_ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.gradients = GradientColumn(self.table[G]) if device.type == "cuda" else None
+        board = bucket.board
+        head = (self.table, self.chunks, board.groups, board.scalars, bucket.sums)
+        sizes = (len(bucket.rows), self.n_chunks, self.chunk_size, len(bucket.sums))
+        self.reduce_args = (*head, self.partials, self.reduce_ticket, *sizes, bucket.index)
+        self.apply_args = (*head, board.report, self.apply_ticket, *sizes)
+        # Compiled kernels by what they are specialised on, with their constants.
+        self.compiled: dict[tuple[str, Rule], tuple[Any, tuple[Any, ...]]] = {}
+
+    def refresh(self, bucket: Bucket) -> None:
+        """Bring this step's gradient addresses to the device, if they have moved."""
+        if self.gradients is None:
+            return
+        capturing = torch.cuda.is_current_stream_capturing()
+        # What a graph uploads when it is replayed is not known here.
+        if bucket.moved or capturing or self.gradients.in_graphs:
+            self.gradients.upload(bucket.table[G], capturing)
+            bucket.moved = False
+
+    def chunks_of(self, rows: range) -> tuple[int, int]:
+        """The first chunk of some neighbouring rows, and how many they have."""
+        first, end = np.searchsorted(self.host_chunks[:, 0], [rows.start, rows.stop])
+        return int(first), int(end - first)
+
+
+class TritonBackend:
+    name = "triton"
+
+    def __init__(self, kernels: Any, target: Callable[[], Any], device_type: str = "cuda") -> None:
+        """The module of kernels, how to learn what is compiled for, and where tensors must be."""
+        self.kernels = kernels
+        self.target = target
+        self.device_type = device_type
+
+    def unfit(self, key: BucketKey) -> str | None:
+        if key.device.type != self.device_type:
+            where = (
+                "a GPU"
+                if self.device_type == "cuda"
+                else "the CPU, where Triton's interpreter runs"
+            )
+            return f"they are on {key.device}; it takes tensors on {where}"
+        for what, dtype in (("parameters", key.param), ("gradients", key.grad)):
+            if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                return (
+                    f"{what} of {dtype}; it takes float32, bfloat16 and float16: use those, "
+                    'or backend="reference"'
+                )
+        if key.state != torch.float32:
+            return f'state of {key.state}; it keeps float32 state: use backend="reference"'
+        return None
+
+    def prepare(self, bucket: Bucket) -> None:
+        bucket.prepared = Tables(bucket)
+
+    def reduce(self, bucket: Bucket, rule: Rule, rows: range | None = None) -> None:
+        """Reduce all rows, or only some; the sums are there once every row has had its turn."""
+        tables = bucket.prepared
+        first, count = (0, tables.n_chunks) if rows is None else tables.chunks_of(rows)
+        if count:
+            self._launch("reduce", bucket, rule, count, (*tables.reduce_args, first))
+
+    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
+        tables = bucket.prepared
+        self._launch("apply", bucket, rule, tables.n_chunks, (*tables.apply_args, int(last)))
+
+    def _launch(
+        self, name: str, bucket: Bucket, rule: Rule, blocks: int, args: tuple[Any, ...]
+    ) -> None:
+        tables = bucket.prepared
+        with self._device(bucket):
+            tables.refresh(bucket)
+            compiled = tables.compiled.get((name, rule))
+            if compiled is not None:
+                kernel, constants = compiled
+                kernel[(blocks, 1, 1)](*args, *constants)
+                return
+            describe = reduce_constants if name == "reduce" else apply_constants
+            named = describe(rule, bucket.key)
+            kernel = getattr(self.kernels, name)
+            compiled = kernel[(blocks,)](*args, **named, **options(name, rule, self.target()))
+            # The interpreter compiles nothing.
+            if compiled is not None:
+                tables.compiled[name, rule] = compiled, tuple(named.values())
+
+    def _device(self, bucket: Bucket) -> AbstractContextManager[Any]:
+        """Triton launches on the current device, which may be another one."""
+        return torch.cuda.device(bucket.key.device) if self.device_type == "cuda" else nullcontext()
+
+
+class InterpreterTarget:
+    """Stands for a GPU where nothing is compiled."""
+
+    backend, warp_size = "interpreter", 32
+
+
+def load() -> TritonBackend:
+    try:
+        import triton
+    except ImportError as error:
+        raise Unavailable("Triton is not installed: pip install 'triton>=3.4'") from error
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise Unavailable(f"Triton {triton.__version__} is too old: pip install 'triton>=3.4'")
+    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+        raise Unavailable(
+            "no GPU here: torch sees no CUDA or ROCm device; install a torch build for your GPU, "
+            "or set TRITON_INTERPRET=1 to run the kernels slowly on the CPU"
+        )
+    from . import triton_kernels
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return TritonBackend(triton_kernels, InterpreterTarget, device_type="cpu")
+    return TritonBackend(triton_kernels, triton.runtime.driver.active.get_current_target)
+
+
+if __name__ == "__main__":
+    from .triton_report import main
+
+    main()

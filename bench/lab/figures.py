@@ -1,0 +1,374 @@
+"""The lab's pictures. Each function draws one figure from results and returns it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import BenchError
+from . import optimizers
+from .results import Cell, Results
+
+COLOURS = {
+    "ngn": "#e0a100",
+    "ngn-m": "#c1272d",
+    "ngn-d": "#8c6bb1",
+    "ngn-d-plain": "#bcbddc",
+    "ngn-mdv1": "#c1272d",
+    "ngn-mdv2": "#f08a24",
+    "dec-ngn-mdv1": "#e7298a",
+    "ngn-mdv1w": "#7a0177",
+    "ngn-ver2": "#a6761d",
+    "sgd": "#9ecae1",
+    "sgdm": "#1f4e9c",
+    "sgdm-zero": "#4f81bd",
+    "momo": "#2a9d57",
+    "momsps": "#66a61e",
+    "alr-smag": "#5aa7b5",
+    "adam": "#1f4e9c",
+    "adamw": "#4f81bd",
+    "momo-adam": "#2a9d57",
+    "lion": "#666666",
+    "adabelief": "#17a2a2",
+    "adabound": "#9e9e9e",
+    "rmsprop": "#6f9bd1",
+    "adagrad": "#b0b0b0",
+}
+"""One colour per optimizer; the two families never share an axis, so they may share a colour."""
+
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "figure.dpi": 110,
+    "savefig.dpi": 160,
+    "svg.fonttype": "path",
+}
+
+FAMILY_TITLES = {
+    "gradient": "step along the gradient or its average",
+    "coordinate": "step scaled per coordinate",
+}
+
+
+def pyplot() -> Any:
+    """matplotlib without a screen, or an error that says how to get it."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise BenchError("pictures need matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    return plt
+
+
+def save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", facecolor="white")
+    pyplot().close(figure)
+    return path
+
+
+def label(name: str) -> str:
+    return optimizers.OPTIMIZERS[name].label
+
+
+ACCURACY_TICKS = (0, 50, 80, 90, 95, 97, 98, 99, 99.5, 99.9)
+
+
+def _accuracy_axis(axis: Any) -> None:
+    """Accuracy with the logarithm of the error as scale, so that 98 and 97 stay apart."""
+
+    def forward(values: Any) -> Any:
+        return -np.log10(np.maximum(100.0 - np.asarray(values, dtype=float), 1e-3))
+
+    def backward(values: Any) -> Any:
+        return 100.0 - 10.0 ** -np.asarray(values, dtype=float)
+
+    axis.set_yscale("function", functions=(forward, backward))
+
+
+def score_axis(axis: Any, results: Results, names: Sequence[str] | None = None) -> None:
+    """Scale, limits and label for the scores of these optimizers."""
+    scores = [
+        score
+        for name in names or results.cells
+        for cell in results.cells[name].values()
+        for score in cell.values("score")
+        if math.isfinite(score)
+    ]
+    if results.metric == "accuracy":
+        _accuracy_axis(axis)
+        top = max(scores, default=100.0)
+        bottom = min(min(scores, default=0.0), top - 2)
+        margin = 10 ** (0.06 * (math.log10(100 - bottom + 1e-3) - math.log10(100 - top + 1e-3)))
+        axis.set_ylim(100 - (100 - bottom) * margin, 100 - max(100 - top, 0.05) / margin)
+        low, high = axis.get_ylim()
+        ticks = [tick for tick in ACCURACY_TICKS if low <= tick <= high]
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+        axis.set_ylabel("test accuracy (%)")
+    else:
+        axis.set_yscale("log")
+        axis.set_ylabel("test perplexity")
+        _cap(axis, scores, 1e2)
+
+
+def score_lines(axis: Any, results: Results, names: Sequence[str]) -> None:
+    """Final score against step size, a line per optimizer."""
+    for name in names:
+        cells = list(results.cells[name].values())
+        _line(axis, name, cells, "score", worst_at_top=not results.higher_is_better)
+
+
+def _cap(axis: Any, values: Sequence[float], ratio: float) -> None:
+    """Keep a few huge values from squeezing everything else."""
+    if values:
+        low = min(values)
+        axis.set_ylim(low * 0.85, min(max(values) * 1.3, low * ratio))
+
+
+def _line(axis: Any, name: str, cells: Sequence[Cell], key: str, worst_at_top: bool) -> None:
+    """Mean over seeds with a band from the worst to the best; a cross where a seed diverged."""
+    colour = COLOURS[name]
+    shown = [cell for cell in cells if not cell.diverged]
+    lrs = [cell.lr if not cell.diverged else math.nan for cell in cells]
+    mean = [np.mean(cell.values(key)) if not cell.diverged else math.nan for cell in cells]
+    axis.plot(lrs, mean, "o-", color=colour, label=label(name))
+    if any(len(cell.runs) > 1 for cell in shown):
+        low = [min(cell.values(key)) if not cell.diverged else math.nan for cell in cells]
+        high = [max(cell.values(key)) if not cell.diverged else math.nan for cell in cells]
+        axis.fill_between(lrs, low, high, color=colour, alpha=0.18, linewidth=0)
+    crosses = [cell.lr for cell in cells if cell.diverged]
+    edge = 0.97 if worst_at_top else 0.03
+    transform = axis.get_xaxis_transform()
+    axis.plot(crosses, [edge] * len(crosses), "x", color=colour, transform=transform, ms=6, mew=2)
+
+
+def resilience(results: Results, margin: float) -> Any:
+    """Score and training loss against the step size, and the good ranges as bars."""
+    plt = pyplot()
+    families = results.families()
+    bars = max(len(names) for names in families.values())
+    figure, axes = plt.subplots(
+        3,
+        len(families),
+        figsize=(1.2 + 4.8 * len(families), 6.6 + 0.26 * bars),
+        squeeze=False,
+        sharex="col",
+        layout="constrained",
+        height_ratios=[3, 3, 0.6 + 0.34 * bars],
+    )
+    for column, (family, names) in enumerate(families.items()):
+        score, loss, ranges = axes[:, column]
+        score_lines(score, results, names)
+        for name in names:
+            cells = list(results.cells[name].values())
+            _line(loss, name, cells, "train_loss", worst_at_top=True)
+        losses = [
+            value
+            for name in names
+            for cell in results.cells[name].values()
+            for value in cell.values("train_loss")
+        ]
+        score_axis(score, results, names)
+        loss.set_yscale("log")
+        _cap(loss, [value for value in losses if value > 0], 1e4)
+        loss.set_ylabel("training loss")
+        score.set_title(FAMILY_TITLES[family])
+        score.legend(loc="best")
+        ranges.set_xscale("log")
+        lrs = [lr for name in names for lr in results.cells[name]]
+        ranges.set_xlim(min(lrs) / 2, max(lrs) * 6)
+        _range_bars(ranges, results, names, margin)
+        ranges.set_xlabel("step-size hyper-parameter (c, lr, α₀)")
+    text = results.margin_text(margin)
+    figure.suptitle(
+        f"{results.task}: final score against the step size. ✕: diverged. "
+        f"Bars: within {text} of the optimizer's best, width in decades",
+        fontsize=9,
+    )
+    return figure
+
+
+def _range_bars(axis: Any, results: Results, names: Sequence[str], margin: float) -> None:
+    for row, name in enumerate(reversed(names)):
+        found = results.good_range(name, margin)
+        if found is not None:
+            grow = 10**0.12
+            low, high = found.low / grow, found.high * grow
+            axis.barh(row, high - low, left=low, height=0.62, color=COLOURS[name])
+            axis.text(high * 1.15, row, found.width, va="center", fontsize=8, color=COLOURS[name])
+    axis.set_yticks(range(len(names)), [label(name) for name in reversed(names)])
+    axis.set_ylim(-0.6, len(names) - 0.4)
+    axis.grid(axis="y", visible=False)
+
+
+def curves(results: Results) -> Any:
+    """Training loss and score over time, each optimizer at its best step size."""
+    plt = pyplot()
+    families = results.families()
+    size = (1.2 + 4.8 * len(families), 5.4)
+    figure, axes = plt.subplots(
+        2, len(families), figsize=size, squeeze=False, sharex="col", layout="constrained"
+    )
+    for column, (family, names) in enumerate(families.items()):
+        loss_axis, score_axis = axes[:, column]
+        for name in names:
+            best = results.best(name)
+            if best is None:
+                continue
+            steps = [point["step"] for point in best.runs[0]["curve"]]
+            for axis, key in ((loss_axis, "train_loss"), (score_axis, "score")):
+                values = np.array([[point[key] for point in run["curve"]] for run in best.runs])
+                text = f"{label(name)}, {best.lr:g}"
+                axis.plot(steps, values.mean(0), "-", color=COLOURS[name], label=text)
+                if len(values) > 1:
+                    axis.fill_between(
+                        steps,
+                        values.min(0),
+                        values.max(0),
+                        color=COLOURS[name],
+                        alpha=0.15,
+                        linewidth=0,
+                    )
+        loss_axis.set_yscale("log")
+        loss_axis.set_ylabel("training loss")
+        loss_axis.set_title(FAMILY_TITLES[family])
+        loss_axis.legend()
+        if results.metric == "accuracy":
+            score_axis.set_ylabel("test accuracy (%)")
+        else:
+            score_axis.set_yscale("log")
+            score_axis.set_ylabel("test perplexity")
+        score_axis.set_xlabel("step")
+    figure.suptitle(f"{results.task}: training at the best step size", fontsize=9)
+    return figure
+
+
+def _lr_colours(plt: Any, lrs: Sequence[float]) -> dict[float, Any]:
+    shades = plt.get_cmap("plasma")(np.linspace(0.0, 0.88, len(lrs)))
+    return dict(zip(sorted(lrs), shades, strict=True))
+
+
+def _telemetry_panels(
+    results: Results, names: Sequence[str], rows: Sequence[tuple[str, str]], title: str, ylabel: str
+) -> Any:
+    """A panel per optimizer and row, a line per step size, first seed only.
+
+    A row is a layer's name and a quantity of it, or an empty name and a quantity of the whole run.
+    """
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        len(rows),
+        len(names),
+        figsize=(1.0 + 2.3 * len(names), 2.0 + 1.9 * len(rows)),
+        squeeze=False,
+        sharex=True,
+        sharey="row",
+        layout="constrained",
+    )
+    for column, name in enumerate(names):
+        colours = _lr_colours(plt, list(results.cells[name]))
+        for row, (layer, key) in enumerate(rows):
+            axis = axes[row, column]
+            for lr, cell in results.cells[name].items():
+                telemetry = cell.runs[0]["telemetry"]
+                source = telemetry["layers"][layer] if layer else telemetry
+                axis.plot(
+                    telemetry["step"], source[key], "-", lw=1.1, color=colours[lr], label=f"{lr:g}"
+                )
+            axis.set_yscale("log")
+            if row == 0:
+                axis.set_title(label(name))
+            if column == 0:
+                axis.set_ylabel(f"{layer}\n{ylabel}" if layer else ylabel, fontsize=8)
+            if row == len(rows) - 1:
+                axis.set_xlabel("step")
+        axes[-1, column].legend(
+            title="c, lr or α₀", loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2
+        )
+    for axis in axes[:, 0]:
+        low, high = axis.get_ylim()
+        axis.set_ylim(max(low, 1e-9), min(high, 1e5))
+    figure.suptitle(f"{results.task}: {title}", fontsize=9)
+    return figure
+
+
+def step_sizes(results: Results) -> Any | None:
+    """The effective scalar step size over time, for those optimizers that adapt it."""
+    names = [name for name in _by_family(results) if _adapts(results, name)]
+    if not names:
+        return None
+    rows = [("", "step_size")]
+    return _telemetry_panels(results, names, rows, "effective step size over time", "γ or τ")
+
+
+def _by_family(results: Results) -> list[str]:
+    return [name for names in results.families().values() for name in names]
+
+
+def _has_scalar(results: Results, name: str) -> bool:
+    sizes = [cell.runs[0]["telemetry"]["step_size"] for cell in results.cells[name].values()]
+    return any(size is not None for series in sizes for size in series)
+
+
+def _adapts(results: Results, name: str) -> bool:
+    for cell in results.cells[name].values():
+        sizes = [size for size in cell.runs[0]["telemetry"]["step_size"] if size is not None]
+        if sizes and not all(math.isclose(size, cell.lr, rel_tol=1e-6) for size in sizes):
+            return True
+    return False
+
+
+def _layers(results: Results) -> list[str]:
+    return list(results.runs[0]["telemetry"]["layers"])
+
+
+def layer_step_sizes(results: Results) -> Any | None:
+    """Median step size per coordinate (γ/D) of the watched layers."""
+    names = [
+        name for name in results.families().get("coordinate", []) if _has_scalar(results, name)
+    ]
+    rows = [(layer, "step_size") for layer in _layers(results)]
+    if not names or not rows:
+        return None
+    title = "median of γ/D over the coordinates of a layer"
+    return _telemetry_panels(results, names, rows, title, "γ/D")
+
+
+def updates(results: Results) -> Any | None:
+    """Size of the update of the watched layers."""
+    rows = [(layer, "update") for layer in _layers(results)]
+    if not rows:
+        return None
+    return _telemetry_panels(
+        results, _by_family(results), rows, "size of the update of a layer", "‖Δx‖"
+    )
+
+
+def all_figures(results: Results, margin: float) -> dict[str, Any]:
+    """All figures that these results have, by file name."""
+    drawn = {
+        "resilience": resilience(results, margin),
+        "curves": curves(results),
+        "step-sizes": step_sizes(results),
+        "layer-step-sizes": layer_step_sizes(results),
+        "updates": updates(results),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}

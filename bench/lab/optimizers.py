@@ -1,0 +1,188 @@
+"""Every optimizer of the paper's experiments, by name, behind one way to make it and to step it.
+
+`make("ngn-m", params, lr=1.0)` builds one; `step` hands the loss to those that use it.
+Names are compared without case and punctuation: `NGNM`, `ngn-m` and `NGN-M` are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..errors import BenchError, unknown_name
+from . import baselines
+from .baselines import Betas
+
+Make = Callable[[Iterable[Tensor], float, Betas, float], Optimizer]
+
+GRIDS = {
+    "gradient": tuple(float(f"1e{k}") for k in range(-3, 5)),
+    "coordinate": tuple(float(f"1e{k}") for k in range(-5, 3)),
+}
+"""Default step sizes of the two families: those that step along the gradient, and those that divide
+it by coordinate-wise scales, whose step sizes are about a hundred times smaller."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One optimizer: `make(params, lr, betas, weight_decay)`, and what a sweep needs to know."""
+
+    name: str
+    label: str
+    make: Make
+    family: str
+    needs_loss: bool = False
+    module: str | None = None
+    package: str | None = None
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        return GRIDS[self.family]
+
+    def installed(self) -> bool:
+        return self.module is None or importlib.util.find_spec(self.module) is not None
+
+    @property
+    def install_command(self) -> str:
+        return f"pip install {self.package}"
+
+
+def _of(
+    module: str, name: str, beta_options: Callable[[Betas], dict[str, Any]], **rest: Any
+) -> Make:
+    """The class `name` of a module; `beta_options` says under which names it takes its betas."""
+
+    def make(params: Iterable[Tensor], lr: float, betas: Betas, weight_decay: float) -> Optimizer:
+        factory = getattr(importlib.import_module(module), name)
+        return factory(params, lr=lr, weight_decay=weight_decay, **beta_options(betas), **rest)
+
+    return make
+
+
+_ngn = functools.partial(_of, "ngn_kernels")
+_torch = functools.partial(_of, "torch.optim")
+_extra = functools.partial(_of, "pytorch_optimizer")
+
+
+def _without_decay(factory: Callable[..., Optimizer]) -> Make:
+    """A factory that takes parameters, lr and momentum only."""
+
+    def make(params: Iterable[Tensor], lr: float, betas: Betas, weight_decay: float) -> Optimizer:
+        if weight_decay:
+            raise BenchError(
+                f"{factory.__name__} has no weight decay: leave it out of this ablation"
+            )
+        return factory(params, lr, betas[0])
+
+    return make
+
+
+def _lion_betas(betas: Betas) -> dict[str, Any]:
+    """Lion's second β averages gradients, not squares: its own 0.99 stands in for Adam's 0.999."""
+    return {"betas": (betas[0], 0.99 if betas[1] == 0.999 else betas[1])}
+
+
+def _no_betas(betas: Betas) -> dict[str, Any]:
+    return {}
+
+
+def _both_betas(betas: Betas) -> dict[str, Any]:
+    return {"betas": betas}
+
+
+def _entries() -> Iterable[Entry]:
+    """All optimizers in the order in which tables show them."""
+    gradient, coordinate = GRIDS
+    momo: dict[str, Any] = {"needs_loss": True, "module": "momo", "package": "momo-opt"}
+    momsps: dict[str, Any] = {"needs_loss": True, "module": "momsps", "package": "MomSPS"}
+    extra: dict[str, Any] = {"module": "pytorch_optimizer", "package": "pytorch_optimizer"}
+
+    yield Entry("ngn", "NGN", _ngn("NGN", _no_betas), gradient, True)
+    yield Entry("ngn-m", "NGN-M", _ngn("NGNM", lambda b: {"momentum": b[0]}), gradient, True)
+    rms_ngnd = _ngn("NGND", lambda b: {"beta2": b[1]}, preconditioner="rms")
+    yield Entry("ngn-d", "NGN-D", rms_ngnd, coordinate, True)
+    yield Entry("ngn-d-plain", "NGN-D (no RMS)", _ngn("NGND", _no_betas), gradient, True)
+    yield Entry("ngn-mdv1", "NGN-MDv1", _ngn("NGNMDv1", _both_betas), coordinate, True)
+    yield Entry("ngn-mdv2", "NGN-MDv2", _ngn("NGNMDv2", _both_betas), coordinate, True)
+    yield Entry("dec-ngn-mdv1", "Dec-NGN-MDv1", _ngn("DecNGNMDv1", _both_betas), coordinate, True)
+    yield Entry("ngn-mdv1w", "NGN-MDv1W", _ngn("NGNMDv1W", _both_betas), coordinate, True)
+    yield Entry("ngn-ver2", "NGN Ver. 2", _without_decay(baselines.NGNVer2), gradient, True)
+
+    yield Entry("sgd", "SGD", _torch("SGD", _no_betas), gradient)
+    dampened = _torch("SGD", lambda b: {"momentum": b[0], "dampening": b[0]})
+    yield Entry("sgdm", "SGDM", dampened, gradient)
+    yield Entry("sgdm-zero", "SGDM (zero buffer)", _without_decay(baselines.SGDM), gradient)
+    yield Entry("momo", "Momo", baselines.momo, gradient, **momo)
+    yield Entry("momsps", "MomSPS", _without_decay(baselines.momsps), gradient, **momsps)
+    yield Entry("alr-smag", "ALR-SMAG", _without_decay(baselines.ALRSMAG), gradient, True)
+
+    yield Entry("adam", "Adam", _torch("Adam", _both_betas), coordinate)
+    yield Entry("adamw", "AdamW", _torch("AdamW", _both_betas), coordinate)
+    yield Entry("momo-adam", "Momo-Adam", baselines.momo_adam, coordinate, **momo)
+    yield Entry("lion", "Lion", _extra("Lion", _lion_betas), coordinate, **extra)
+    yield Entry("adabelief", "AdaBelief", _extra("AdaBelief", _both_betas), coordinate, **extra)
+    yield Entry("adabound", "AdaBound", _extra("AdaBound", _both_betas), coordinate, **extra)
+    rmsprop = _torch("RMSprop", lambda b: {"alpha": b[1]})
+    yield Entry("rmsprop", "RMSprop", rmsprop, coordinate)
+    yield Entry("adagrad", "Adagrad", _torch("Adagrad", _no_betas), coordinate)
+
+
+OPTIMIZERS: dict[str, Entry] = {entry.name: entry for entry in _entries()}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+@functools.cache
+def find(name: str) -> Entry:
+    """The optimizer that `name` means, installed or not."""
+    for entry in OPTIMIZERS.values():
+        if _plain(name) == _plain(entry.name):
+            return entry
+    raise unknown_name("optimizer", name.lower(), OPTIMIZERS)
+
+
+def make(
+    name: str,
+    params: Iterable[Tensor],
+    lr: float,
+    betas: Betas = (0.9, 0.999),
+    weight_decay: float = 0.0,
+) -> Optimizer:
+    """Build the optimizer `name`; momentum methods take `betas[0]`."""
+    entry = find(name)
+    if not entry.installed():
+        raise BenchError(f"{entry.label} is not installed; get it with: {entry.install_command}")
+    return entry.make(params, lr, betas, weight_decay)
+
+
+def step(name: str, optimizer: Optimizer, loss: Tensor | float) -> None:
+    """One step; the loss goes to those that use it."""
+    if find(name).needs_loss:
+        optimizer.step(loss=loss)  # type: ignore[call-overload]
+    else:
+        optimizer.step()
+
+
+def observe(optimizer: Optimizer, on: bool) -> None:
+    """Ask an optimizer to note its next step size where noting it costs something."""
+    if hasattr(optimizer, "observed"):
+        optimizer.observed = on
+
+
+def step_size(optimizer: Optimizer) -> float | None:
+    """The last step's scalar step size: γ, τ or lr; None where each coordinate has its own."""
+    if hasattr(optimizer, "step_sizes"):
+        sizes = optimizer.step_sizes()
+        return None if sizes is None else float(sizes[0])
+    noted = getattr(optimizer, "last_step_size", None)
+    return float(noted if noted is not None else optimizer.param_groups[0]["lr"])

@@ -1,0 +1,223 @@
+"""What a record says: scores by optimizer and step size, and how wide the good range is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..report import Column, Table
+from . import optimizers
+from .paper import paper_scores
+from .tasks import Scale
+
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All seeds of one optimizer at one step size."""
+
+    lr: float
+    runs: tuple[Run, ...]
+
+    @property
+    def diverged(self) -> int:
+        return sum(run["status"] == "diverged" for run in self.runs)
+
+    def values(self, key: str) -> list[float]:
+        """The last `score`, `loss` or `train_loss` of each seed that has one."""
+        return [run["curve"][-1][key] for run in self.runs if run["status"] == "finished"]
+
+    @property
+    def mean(self) -> float:
+        """Mean score over seeds; NaN as soon as one seed diverged."""
+        return math.nan if self.diverged else statistics.fmean(self.values("score"))
+
+    @property
+    def sd(self) -> float:
+        values = self.values("score")
+        return statistics.stdev(values) if len(values) > 1 else 0.0
+
+    def __str__(self) -> str:
+        if self.diverged == len(self.runs):
+            return "diverged"
+        if self.diverged:
+            return f"diverged ({self.diverged}/{len(self.runs)})"
+        deviation = f" ± {self.sd:.2f}" if len(self.runs) > 1 else ""
+        return f"{number(self.mean)}{deviation}"
+
+
+def number(value: float) -> str:
+    """A score in at most six characters or so."""
+    return f"{value:.2f}" if value < 1000 else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Neighbouring step sizes with good scores; an end is open where the grid ends with it."""
+
+    low: float
+    high: float
+    open_low: bool
+    open_high: bool
+
+    @property
+    def decades(self) -> float:
+        return math.log10(self.high / self.low)
+
+    @property
+    def width(self) -> str:
+        return ("≥ " if self.open_low or self.open_high else "") + f"{self.decades:.1f}"
+
+    def __str__(self) -> str:
+        low, high = f"{self.low:g}", f"{self.high:g}"
+        return low if low == high else f"{low} … {high}"
+
+
+class Results:
+    """The runs of one task, by optimizer and step size."""
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        runs = list(runs)
+        if not runs:
+            raise ValueError("no runs to show")
+        self.metric: str = runs[0]["metric"]
+        self.task: str = runs[0]["spec"]["task"]
+        self.runs = runs
+        grouped: dict[str, dict[float, list[Run]]] = {}
+        for run in runs:
+            spec = run["spec"]
+            grouped.setdefault(spec["optimizer"], {}).setdefault(spec["lr"], []).append(run)
+        order = [*optimizers.OPTIMIZERS]
+        self.cells: dict[str, dict[float, Cell]] = {
+            name: {lr: Cell(lr, tuple(by_lr[lr])) for lr in sorted(by_lr)}
+            for name, by_lr in sorted(grouped.items(), key=lambda item: order.index(item[0]))
+        }
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metric == "accuracy"
+
+    @property
+    def default_margin(self) -> float:
+        return 0.5 if self.metric == "accuracy" else 5.0
+
+    def margin_text(self, margin: float) -> str:
+        unit = "points of accuracy" if self.metric == "accuracy" else "% of perplexity"
+        return f"{margin:g} {unit}"
+
+    def families(self) -> dict[str, list[str]]:
+        """The optimizers present, by family, without empty families."""
+        members = {
+            family: [n for n in self.cells if optimizers.OPTIMIZERS[n].family == family]
+            for family in optimizers.GRIDS
+        }
+        return {family: names for family, names in members.items() if names}
+
+    def best(self, name: str) -> Cell | None:
+        """The step size with the best mean score; None if the optimizer diverged at all of them."""
+        finite = [cell for cell in self.cells[name].values() if math.isfinite(cell.mean)]
+        pick = max if self.higher_is_better else min
+        return pick(finite, key=lambda cell: cell.mean, default=None)
+
+    def best_of_all(self) -> float:
+        scores = [cell.mean for name in self.cells if (cell := self.best(name)) is not None]
+        return (max if self.higher_is_better else min)(scores, default=math.nan)
+
+    def _good(self, score: float, reference: float, margin: float) -> bool:
+        if self.higher_is_better:
+            return score >= reference - margin
+        return score <= reference * (1 + margin / 100)
+
+    def good_range(self, name: str, margin: float, reference: float | None = None) -> Range | None:
+        """The step sizes around the best one whose score is within `margin` of `reference`,
+        by default the optimizer's own best. Points of accuracy, or per cent of perplexity."""
+        best = self.best(name)
+        if best is None:
+            return None
+        cells = list(self.cells[name].values())
+        wanted = best.mean if reference is None else reference
+        good = [self._good(cell.mean, wanted, margin) for cell in cells]
+        first = last = cells.index(best)
+        if not good[first]:
+            return None
+        while first > 0 and good[first - 1]:
+            first -= 1
+        while last < len(cells) - 1 and good[last + 1]:
+            last += 1
+        return Range(cells[first].lr, cells[last].lr, first == 0, last == len(cells) - 1)
+
+    def at_multiple(self, name: str, factor: float) -> str:
+        """The score at `factor` times the best step size, if the sweep has it."""
+        best = self.best(name)
+        if best is None:
+            return "–"
+        for lr, cell in self.cells[name].items():
+            if math.isclose(lr, best.lr * factor, rel_tol=1e-6):
+                return "diverged" if cell.diverged else number(cell.mean)
+        return "–"
+
+
+def range_table(results: Results, margin: float) -> Table:
+    """The headline: best score, the paper's, and the width of the good range."""
+    spec = results.runs[0]["spec"]
+    paper = paper_scores(results.task, spec["options"])
+    columns = ["optimizer", "at lr", f"best {results.metric}"]
+    if paper:
+        full_size = Scale.parse(spec["scale"]) == Scale()
+        columns.append("paper" if full_size else "paper, full size")
+    columns += ["good range", "decades", "of best of all", "at 10× lr", "at 100× lr"]
+    rows = []
+    for name in results.cells:
+        best = results.best(name)
+        own = results.good_range(name, margin)
+        common = results.good_range(name, margin, results.best_of_all())
+        row = [optimizers.OPTIMIZERS[name].label]
+        row += ["–", "diverged"] if best is None else [f"{best.lr:g}", str(best)]
+        row += [_paper_text(paper.get(name))] if paper else []
+        row += ["–", "–"] if own is None else [str(own), own.width]
+        row += ["–" if common is None else common.width]
+        row += [results.at_multiple(name, factor) for factor in (10, 100)]
+        rows.append(row)
+    caption = (
+        "good range: the step sizes around the best one that stay within "
+        f"{results.margin_text(margin)} of it; decades: its width in powers of ten; within best of "
+        "all: the same against the best of all optimizers; ≥: the grid ends inside the range."
+    )
+    return _table(
+        f"{results.task}: how wide the range of good step sizes is", columns, rows, caption
+    )
+
+
+def _paper_text(score: tuple[float, float | None] | None) -> str:
+    if score is None:
+        return "–"
+    mean, sd = score
+    return f"{mean:.2f}" if sd is None else f"{mean:.2f} ± {sd:.2f}"
+
+
+def grid_table(results: Results, names: Sequence[str]) -> Table:
+    """Mean score ± deviation of each optimizer at each step size."""
+    lrs = sorted({lr for name in names for lr in results.cells[name]})
+    rows = []
+    for name in names:
+        cells = results.cells[name]
+        scores = [str(cells[lr]) if lr in cells else "" for lr in lrs]
+        rows.append([optimizers.OPTIMIZERS[name].label, *scores])
+    title = f"{results.task}: final {results.metric} by step size"
+    return _table(title, ["optimizer", *(f"{lr:g}" for lr in lrs)], rows)
+
+
+def _table(title: str, columns: Sequence[str], rows: list[list[str]], caption: str = "") -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    headings = [Column(text, right=index > 0) for index, text in enumerate(columns)]
+    return Table(title, headings, [*rows], caption)
+
+
+def tables(results: Results, margin: float) -> list[Table]:
+    """The tables of a sweep, the headline first."""
+    grids = [grid_table(results, names) for names in results.families().values()]
+    return [range_table(results, margin), *grids]

@@ -1,0 +1,254 @@
+"""One training run: from a `RunSpec` to the record that a sweep keeps."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import environment
+from . import optimizers
+from .baselines import preconditioner
+from .problems import Batch, Problem
+from .tasks import Scale, Setup, find_task
+
+SAMPLES = 100
+"""About how often a run looks at its step sizes and updates."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything that decides a run's result. Two runs with equal specs are the same run."""
+
+    task: str
+    optimizer: str
+    lr: float
+    seed: int
+    scale: str = str(Scale())
+    betas: tuple[float, float] | None = None
+    weight_decay: float = 0.0
+    options: tuple[tuple[str, str], ...] = field(default=())
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"options": dict(self.options)}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> RunSpec:
+        betas = content["betas"]
+        return cls(
+            **content
+            | {
+                "options": tuple(sorted(content["options"].items())),
+                "betas": None if betas is None else (betas[0], betas[1]),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and how runs are executed; no part of their identity."""
+
+    data_dir: Path = Path("data")
+    device: str = "cpu"
+    threads: int = 1
+    micro_batch: int | None = None
+    loader_workers: int = 0
+    command: tuple[str, ...] = ()
+
+
+@functools.cache
+def _environment(device: str, threads: int) -> dict[str, Any]:
+    return environment.describe(torch.device(device))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run(spec: RunSpec, machine: Machine) -> dict[str, Any]:
+    """Train once. A run that diverges ends early and says so; it is a result like any other."""
+    start = time.perf_counter()
+    with _threads(machine.threads):
+        problem = _build(spec, machine)
+        optimizer = optimizers.make(
+            spec.optimizer,
+            problem.model.parameters(),
+            spec.lr,
+            spec.betas or problem.betas,
+            spec.weight_decay,
+        )
+        training = Training(problem, optimizer, spec, machine.micro_batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            training.run()
+        described = _environment(machine.device, machine.threads)
+    skipped = getattr(optimizer, "skipped_steps", None)
+    return {
+        "spec": spec.as_json(),
+        "status": "finished" if training.diverged_at is None else "diverged",
+        "diverged_at": training.diverged_at,
+        "metric": problem.metric,
+        "steps": problem.steps,
+        "curve": training.curve,
+        "telemetry": training.telemetry,
+        "skipped_steps": None if skipped is None else int(skipped),
+        "parameters": sum(p.numel() for p in problem.model.parameters()),
+        "seconds": round(time.perf_counter() - start, 3),
+        "command": list(machine.command),
+        "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "environment": described,
+    }
+
+
+def _build(spec: RunSpec, machine: Machine) -> Problem:
+    """The task's problem, seeded, on its device."""
+    torch.manual_seed(spec.seed)
+    setup = Setup(
+        machine.data_dir,
+        spec.seed,
+        Scale.parse(spec.scale),
+        dict(spec.options),
+        machine.loader_workers,
+    )
+    problem = find_task(spec.task)(setup)
+    problem.model.to(machine.device)
+    return problem
+
+
+def _spread(count: int, steps: int) -> set[int]:
+    """About `count` steps, evenly spread, the last one included."""
+    count = min(count, steps)
+    return {round(steps * (k + 1) / count) for k in range(count)}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: what overflowed is noted as missing."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Training:
+    """The training loop and what it notes down.
+
+    `curve` holds, per evaluation, the mean training loss since the last one and the held-out loss
+    and score. `telemetry` holds, per sample, the step size γ, and for each watched parameter the
+    median of γ/D and the norm of the update. (The paper plots the mean of γ/D, which in a network
+    with ReLUs is decided by the few coordinates that hardly ever see a gradient.)
+    """
+
+    def __init__(
+        self, problem: Problem, optimizer: Optimizer, spec: RunSpec, micro_batch: int | None
+    ) -> None:
+        self.problem = problem
+        self.optimizer = optimizer
+        self.spec = spec
+        self.micro_batch = micro_batch
+        self.step = 0
+        self.diverged_at: int | None = None
+        self.curve: list[dict[str, float | int]] = []
+        named = dict(problem.model.named_parameters())
+        missing = [name for name in problem.watch if name not in named]
+        if missing:
+            raise ValueError(f"the task watches {missing}, which the model does not have")
+        self.watched = {name: named[name] for name in problem.watch}
+        self.telemetry: dict[str, Any] = {
+            "step": [],
+            "step_size": [],
+            "layers": {name: {"step_size": [], "update": []} for name in self.watched},
+        }
+
+    def run(self) -> None:
+        """Train to the end, or until a number overflows."""
+        try:
+            self._loop()
+        except ArithmeticError:
+            self.diverged_at = self.step
+
+    def _loop(self) -> None:
+        problem = self.problem
+        samples = _spread(SAMPLES, problem.steps)
+        evaluations = _spread(problem.evaluations, problem.steps)
+        batches = problem.batches(torch.Generator().manual_seed(self.spec.seed))
+        losses: list[float] = []
+        problem.model.train()
+        for self.step in range(1, problem.steps + 1):
+            for group in self.optimizer.param_groups:
+                group["lr"] = problem.schedule(self.spec.lr, self.step, problem.steps)
+            loss = self.backward(next(batches))
+            losses.append(float(loss))
+            if not math.isfinite(losses[-1]):
+                self.diverged_at = self.step
+                return
+            self.update(loss, self.step in samples)
+            if self.step in evaluations and not self.evaluate(losses):
+                return
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Gradients and loss of a batch, in micro-batches if they are asked for, then clipping."""
+        problem = self.problem
+        batch = tuple(part.to(problem.device) for part in batch)
+        size = self.micro_batch or len(batch[0])
+        pieces = list(zip(*(part.split(size) for part in batch), strict=True))
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=problem.device)
+        for piece in pieces:
+            share = len(piece[0]) / len(batch[0])
+            with self.autocast():
+                loss = problem.loss(piece) * share if len(pieces) > 1 else problem.loss(piece)
+            loss.backward()
+            total += loss.detach()
+        if problem.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(problem.model.parameters(), problem.max_grad_norm)
+        return total
+
+    def autocast(self) -> torch.autocast:
+        dtype = self.problem.autocast
+        return torch.autocast(self.problem.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def update(self, loss: Tensor, sample: bool) -> None:
+        """The optimizer's step; on a sample, also what it did."""
+        if not sample:
+            optimizers.step(self.spec.optimizer, self.optimizer, loss)
+            return
+        before = {name: p.detach().clone() for name, p in self.watched.items()}
+        optimizers.observe(self.optimizer, True)
+        optimizers.step(self.spec.optimizer, self.optimizer, loss)
+        optimizers.observe(self.optimizer, False)
+        size = optimizers.step_size(self.optimizer)
+        self.telemetry["step"].append(self.step)
+        self.telemetry["step_size"].append(_finite(size))
+        for name, p in self.watched.items():
+            scale = preconditioner(self.optimizer, p)
+            typical = size if size is None or scale is None else size / float(scale.median())
+            layer = self.telemetry["layers"][name]
+            layer["step_size"].append(_finite(typical))
+            layer["update"].append(_finite(float((p.detach() - before[name]).norm())))
+
+    def evaluate(self, losses: list[float]) -> bool:
+        """Note a point of the curve; False if the model has become useless."""
+        self.problem.model.eval()
+        with torch.no_grad(), self.autocast():
+            held_out = self.problem.evaluate()
+        self.problem.model.train()
+        if not math.isfinite(held_out.score):
+            self.diverged_at = self.step
+            return False
+        point = {"step": self.step, "train_loss": sum(losses) / len(losses)}
+        self.curve.append(point | {"loss": held_out.loss, "score": held_out.score})
+        losses.clear()
+        return True

@@ -1,0 +1,230 @@
+"""`python -m ngn_kernels.backends.triton`: what every kernel compiles to, for GPUs that need not be here.
+
+Compiling needs no driver and no GPU: the target is named, and what comes out is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from ..plan import BucketKey
+from ..rules import RULES, Rule
+from .triton import THREADS, apply_constants, options, reduce_constants
+
+POINTERS = {
+    "table": "*i64",
+    "chunks": "*i64",
+    "groups": "*fp64",
+    "scalars": "*fp64",
+    "sums": "*fp64",
+    "partials": "*fp64",
+    "report": "*i64",
+    "ticket": "*i32",
+}
+STORAGE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for, and how many warps of it a number of registers leaves room for."""
+
+    name: str
+    backend: str
+    arch: int | str
+    warp_size: int
+    most_warps: int  # of one multiprocessor, or of one SIMD unit
+    registers: int  # of one lane, shared by those warps
+    granule: int
+
+    @property
+    def triton(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.backend, self.arch, self.warp_size)
+
+    def occupancy(self, registers: int) -> float:
+        """The part of the warps that can be resident, by whole blocks on NVIDIA."""
+        rounded = -(-registers // self.granule) * self.granule
+        warps = min(self.most_warps, self.registers // rounded)
+        if self.backend == "cuda":
+            warps -= warps % (THREADS // self.warp_size)
+        return warps / self.most_warps
+
+
+TARGETS = (
+    Target("sm_80", "cuda", 80, 32, most_warps=64, registers=2048, granule=8),
+    Target("sm_90", "cuda", 90, 32, most_warps=64, registers=2048, granule=8),
+    Target("sm_100", "cuda", 100, 32, most_warps=64, registers=2048, granule=8),
+    Target("gfx942", "hip", "gfx942", 64, most_warps=8, registers=512, granule=8),
+    Target("gfx1100", "hip", "gfx1100", 32, most_warps=16, registers=1536, granule=24),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel."""
+
+    kernel: str
+    rule: Rule
+    param: torch.dtype
+    grad: torch.dtype
+
+    @property
+    def key(self) -> BucketKey:
+        return BucketKey(torch.device("cuda", 0), self.param, self.grad, torch.float32)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        describe = reduce_constants if self.kernel == "reduce" else apply_constants
+        return describe(self.rule, self.key)
+
+    @property
+    def columns(self) -> dict[str, tuple[torch.dtype, bool]]:
+        """The element type of each column that the kernel reads, and whether it writes it."""
+        rule, writes = self.rule, self.kernel == "apply"
+        found = {"g": (self.grad, False)}
+        if writes or rule.regularised:
+            found["x"] = (self.param, writes)
+        if writes and rule.momentum:
+            found["m"] = (torch.float32, True)
+        if rule.rms:
+            found["v"] = (torch.float32, writes)
+        return found
+
+    def __str__(self) -> str:
+        flags = ("momentum", "coordinate", "rms", "regularised")
+        names = [flag for flag in flags if getattr(self.rule, flag)] or ["plain"]
+        return f"{self.kernel} {'+'.join(names)} x:{short(self.param)} g:{short(self.grad)}"
+
+
+def variants(types: tuple[torch.dtype, ...] = STORAGE) -> Iterator[Variant]:
+    """Every specialisation that an optimizer can ask for, with these storage types, once."""
+    rules = {rule.with_momentum(m) for rule in RULES.values() for m in {rule.momentum, False}}
+    ordered = sorted(rules, key=lambda r: (r.rms, r.coordinate, r.regularised, r.momentum))
+    seen = set()
+    for kernel, rule, param, grad in product(("reduce", "apply"), ordered, types, types):
+        if kernel == "reduce" and (rule.coordinate or rule.momentum):
+            continue
+        variant = Variant(kernel, rule, param, grad)
+        identity = kernel, *map(str, variant.constants.values())
+        if identity not in seen:
+            seen.add(identity)
+            yield variant
+
+
+def compile_variant(variant: Variant, target: Target) -> Any:
+    """Ahead of time, as the launch would do it."""
+    import triton
+    from triton.compiler import ASTSource
+
+    from . import triton_kernels
+
+    kernel = getattr(triton_kernels, variant.kernel)
+    constants = variant.constants
+    signature = {
+        name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in kernel.arg_names
+    }
+    # torch's allocations are aligned, as the launch would notice.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in POINTERS}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    chosen = options(variant.kernel, variant.rule, target.triton)
+    return triton.compile(source, target=target.triton, options=chosen)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes: registers of a thread, spilled bytes, widths of its accesses."""
+
+    registers: int
+    spilled: int
+    shared: int
+    loads: Counter[int]  # bytes of one access -> number of vector instructions of that width
+    stores: Counter[int]
+
+
+def resources(compiled: Any, target: Target) -> Resources:
+    read = _read_cubin if target.backend == "cuda" else _read_amdgcn
+    return read(compiled)
+
+
+def _read_cubin(compiled: Any) -> Resources:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    loads, stores = (
+        Counter(
+            int(lanes) * int(bits) // 8
+            for lanes, bits in re.findall(rf"{kind}\.global[\w.:]*?\.v(\d)\.b(\d+)", compiled.asm["ptx"])
+        )
+        for kind in ("ld", "st")
+    )
+    # The kernels have no arrays of their own: what lies on the stack was spilled.
+    return Resources(
+        found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared, loads, stores
+    )
+
+
+def _read_amdgcn(compiled: Any) -> Resources:
+    text = compiled.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        match = re.search(rf"\.{name}:\s*(\d+)", text)
+        assert match, f"the assembly names no {name}"
+        return int(match[1])
+
+    loads, stores = (
+        Counter(
+            4 * int(words) if words else int(bits) // 8
+            for words, bits in re.findall(rf"(?:global|buffer)_{kind}_(?:dwordx(\d)|b(\d+))\b", text)
+        )
+        for kind in ("load", "store")
+    )
+    return Resources(
+        number("vgpr_count"), number("vgpr_spill_count"), compiled.metadata.shared, loads, stores
+    )
+
+
+def short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m ngn_kernels.backends.triton", description=__doc__)
+    parser.add_argument(
+        "--target", action="append", choices=[t.name for t in TARGETS], help="may be repeated; all by default"
+    )
+    parser.add_argument("--mixed", action="store_true", help="also gradients of another type than parameters")
+    chosen = parser.parse_args(arguments)
+    try:
+        import triton
+    except ImportError:
+        sys.exit("Triton is not installed: pip install 'triton>=3.4'")
+    targets = [t for t in TARGETS if not chosen.target or t.name in chosen.target]
+    print(f"Triton {triton.__version__}: registers of a thread (resident warps), widest load and store in bytes")
+    print(f"{'':48}" + "".join(f"{t.name:>18}" for t in targets))
+    for variant in variants():
+        if variant.param != variant.grad and not chosen.mixed:
+            continue
+        cells = []
+        for target in targets:
+            used = resources(compile_variant(variant, target), target)
+            widths = f"{max(used.loads, default=0)}/{max(used.stores, default=0)}"
+            spills = f" spills {used.spilled}!" if used.spilled else ""
+            cells.append(f"{used.registers} ({target.occupancy(used.registers):.0%}) {widths}{spills}")
+        print(f"{variant!s:48}" + "".join(f"{cell:>18}" for cell in cells), flush=True)

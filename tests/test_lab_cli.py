@@ -1,0 +1,116 @@
+"""`ngn-bench sweep`, `ablate` and `toy`: whole commands on tiny work, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+from ngn_bench.cli import main
+from ngn_bench.errors import BenchError
+from ngn_bench.lab import cli
+
+TINY = ["--scale", "steps=0.05,model=0.2", "--processes", "1"]
+
+
+def test_sweep_prints_tables_and_writes_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["sweep", "--optimizers", "NGNM,sgdm", "--lr", "0.1:10", "--seeds", "2", *TINY]
+    assert main([*command, "--out", str(out), "--html"]) == 0
+    printed = capsys.readouterr().out
+    assert "good range" in printed
+    assert "NGN-M" in printed
+    runs = [json.loads(line) for line in (out / "runs.jsonl").open()]
+    assert len(runs) == 2 * 3 * 2
+    for name in ("resilience", "curves", "step-sizes", "updates"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "| NGN-M |" in (out / "tables.md").read_text("utf-8")
+    assert (out / "report.html").read_text("utf-8").startswith("<!doctype html>")
+
+    before = (out / "runs.jsonl").read_bytes()
+    again = ["sweep", "--report-only", "--margin", "2", *TINY, "--out", str(out)]
+    assert main(again) == 0
+    assert "within 2 points of accuracy" in capsys.readouterr().out
+    assert (out / "runs.jsonl").read_bytes() == before
+
+
+def test_sweep_lists_tasks_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--list"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("lm-transformer++", "imagenet1k-vit-tiny", "alr-smag", "momsps"):
+        assert word in printed
+
+
+def test_ablations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--lr", "1e-2", "--seeds", "1", *TINY]
+    betas = ["ablate", "--betas", "--beta1", "0.6,0.9", "--beta2", "0.95", *common]
+    assert main([*betas, "--out", str(tmp_path / "b")]) == 0
+    assert "β₁ = 0.6" in capsys.readouterr().out
+    assert (tmp_path / "b" / "betas.png").exists()
+    decay = ["ablate", "--weight-decay", "--decay", "0,0.1", "--optimizers", "adamw,ngn-mdv1w"]
+    assert main([*decay, *common, "--out", str(tmp_path / "w")]) == 0
+    assert "λ = 0.1" in capsys.readouterr().out
+    assert (tmp_path / "w" / "weight-decay.png").exists()
+
+
+def test_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--out", str(tmp_path), "--data-dir", str(tmp_path)]
+    assert main(["toy", "diabetes", *arguments]) == 0
+    assert "not the paper's Pima set" in capsys.readouterr().out
+    assert (tmp_path / "diabetes.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["toy", "rosenbrok"], "Did you mean 'rosenbrock'"),
+        (["sweep", "--task", "mnist-mlpp"], "Did you mean 'mnist-mlp'"),
+        (["sweep", "--optimizers", "ngnq"], "unknown optimizer"),
+        (["sweep", "--lr", "1e-3;1e-2"], "--lr takes numbers"),
+        (["sweep", "--lr", "0,1"], "positive numbers"),
+        (["sweep", "--lr", "1:0.1"], "low:high"),
+        (["sweep", "--seeds", "0"], "--seeds"),
+        (["sweep", "--scale", "3"], "--scale"),
+        (["sweep", "--device", "cuda:99"], "not there"),
+        (["sweep", "--threads", "0"], "at least 1"),
+        (["sweep", "--report-only"], "has no runs"),
+        (["sweep", "--task", "mnist-mlp", "--data-dir", "nowhere"], "train-images-idx3-ubyte"),
+    ],
+)
+def test_bad_input_is_a_message_and_not_a_traceback(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--out", str(tmp_path / "out")]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_ablate_needs_to_know_what(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["ablate"])
+    assert "--betas" in capsys.readouterr().err
+
+
+def test_step_sizes_and_seeds() -> None:
+    assert cli.step_sizes("1e-3:1e2") == [1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0]
+    assert cli.step_sizes("1e-2:1:2") == [0.01, 0.0316, 0.1, 0.316, 1.0]
+    assert cli.step_sizes("3,1") == [1.0, 3.0]
+    assert cli.seeds("3") == [0, 1, 2]
+    assert cli.seeds("4,7") == [4, 7]
+
+
+def test_what_is_not_installed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ngn_bench.lab import optimizers
+
+    monkeypatch.setattr(optimizers.Entry, "installed", lambda entry: entry.module is None)
+    names, missing = cli.selected("ngn-m,momo,lion")
+    assert names == ["ngn-m"]
+    assert "pip install momo-opt" in missing[0]
+    assert "pip install pytorch_optimizer" in missing[1]
+    with pytest.raises(BenchError, match="none of these optimizers"):
+        cli.selected("momo")

@@ -1,0 +1,191 @@
+"""The lab's optimizer registry and the baselines it writes itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("momo")
+pytest.importorskip("momsps")
+pytest.importorskip("pytorch_optimizer")
+
+from ngn_bench.errors import BenchError
+from ngn_bench.lab import optimizers
+from ngn_bench.lab.baselines import preconditioner
+
+DATA = torch.tensor([[1.0, 2.0, -1.0], [0.5, -1.0, 3.0]], dtype=torch.float64)
+TARGET = torch.tensor([3.0, -2.0], dtype=torch.float64)
+
+
+def problem() -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Two parameters of a small least-squares problem, and its loss with gradients in place."""
+    parts = [torch.tensor([0.3, -0.2], dtype=torch.float64), torch.tensor([0.1]).double()]
+    for part in parts:
+        part.requires_grad_(True)
+    return parts, loss_of(parts)
+
+
+def loss_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    for part in parts:
+        part.grad = None
+    loss = (DATA @ torch.cat(parts) - TARGET).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def flat(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.detach().clone() for part in parts])
+
+
+def gradient(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.grad for part in parts])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+def test_every_optimizer_lowers_the_loss(name: str) -> None:
+    parts, first = problem()
+    optimizer = optimizers.make(name, parts, lr=0.01)
+    loss = first
+    for _ in range(20):
+        optimizers.step(name, optimizer, loss)
+        loss = loss_of(parts)
+    assert float(loss) < 0.95 * float(first)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"), [("NGNM", "ngn-m"), ("NGN-MDv1", "ngn-mdv1"), ("Momo Adam", "momo-adam")]
+)
+def test_names_ignore_case_and_punctuation(spelling: str, name: str) -> None:
+    assert optimizers.find(spelling).name == name
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(BenchError, match="Did you mean 'ngn-mdv1'"):
+        optimizers.find("ngn-mdv11")
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = dataclasses.replace(optimizers.OPTIMIZERS["momo"], module="no_such_module_here")
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "momo", entry)
+    optimizers.find.cache_clear()
+    try:
+        assert not entry.installed()
+        with pytest.raises(BenchError, match="pip install momo-opt"):
+            optimizers.make("momo", [torch.zeros(1, requires_grad=True)], 1.0)
+    finally:
+        optimizers.find.cache_clear()
+
+
+def test_the_papers_ngn_d_has_the_rms_preconditioner() -> None:
+    parts, loss = problem()
+    optimizer = optimizers.make("ngn-d", parts, 0.1)
+    optimizers.step("ngn-d", optimizer, loss)
+    assert "exp_avg_sq" in optimizer.state[parts[0]]
+
+
+def test_the_two_forms_of_sgdm_differ_in_the_first_buffer() -> None:
+    after = {}
+    for name in ("sgdm", "sgdm-zero"):
+        parts, loss = problem()
+        start, g = flat(parts), gradient(parts)
+        optimizer = optimizers.make(name, parts, 0.01)
+        optimizers.step(name, optimizer, loss)
+        after[name] = (start - flat(parts)) / g
+    torch.testing.assert_close(after["sgdm"], torch.full((3,), 0.01).double())
+    torch.testing.assert_close(after["sgdm-zero"], torch.full((3,), 0.001).double())
+
+
+@pytest.mark.parametrize("lr", [1e-4, 10.0])
+def test_alr_smag_follows_its_formula(lr: float) -> None:
+    parts, loss = problem()
+    optimizer = optimizers.make("alr-smag", parts, lr)
+    x, d = flat(parts), torch.zeros(3, dtype=torch.float64)
+    for _ in range(3):
+        d = 0.9 * d + gradient(parts)
+        tau = min(lr, float(loss) / float(d.square().sum()))
+        x = x - tau * d
+        optimizers.step("alr-smag", optimizer, loss)
+        torch.testing.assert_close(flat(parts), x)
+        assert optimizers.step_size(optimizer) == pytest.approx(tau)
+        loss = loss_of(parts)
+
+
+@pytest.mark.parametrize("lr", [1e-3, 10.0])
+def test_ver2_follows_the_papers_formula(lr: float) -> None:
+    parts, loss = problem()
+    optimizer = optimizers.make("ngn-ver2", parts, lr)
+    x, m = flat(parts), torch.zeros(3, dtype=torch.float64)
+    for _ in range(3):
+        m = 0.9 * m + 0.1 * gradient(parts)
+        gamma = lr / (1 + lr / (2 * float(loss)) * float(m.square().sum()))
+        x = x - gamma * m
+        optimizers.step("ngn-ver2", optimizer, loss)
+        torch.testing.assert_close(flat(parts), x)
+        assert optimizers.step_size(optimizer) == pytest.approx(gamma)
+        loss = loss_of(parts)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("lr", [1e-3, 10.0])
+@pytest.mark.parametrize("name", ["momo", "momo-adam"])
+def test_the_noted_step_size_of_momo_is_the_one_it_took(
+    name: str, lr: float, weight_decay: float
+) -> None:
+    parts, loss = problem()
+    optimizer = optimizers.make(name, parts, lr, weight_decay=weight_decay)
+    optimizers.observe(optimizer, True)
+    for _ in range(4):
+        before = flat(parts)
+        optimizers.step(name, optimizer, loss)
+        tau = optimizers.step_size(optimizer)
+        direction = []
+        for part in parts:
+            scale = preconditioner(optimizer, part)
+            direction.append(optimizer.state[part]["grad_avg"] / (1 if scale is None else scale))
+        moved = before - flat(parts) * (1 + lr * weight_decay)
+        torch.testing.assert_close(moved, tau * torch.cat(direction), rtol=1e-6, atol=1e-12)
+        loss = loss_of(parts)
+
+
+def test_momsps_is_swept_through_the_cap_of_its_step_size() -> None:
+    for lr, capped in ((1e-6, True), (1e3, False)):
+        parts, loss = problem()
+        norm = float(gradient(parts).square().sum())
+        optimizer = optimizers.make("momsps", parts, lr)
+        optimizers.step("momsps", optimizer, loss)
+        expected = lr if capped else float(loss) / norm
+        assert optimizers.step_size(optimizer) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["adam", "ngn-mdv1", "ngn-d", "momo-adam", "adabound"])
+def test_the_preconditioner_is_the_corrected_root_mean_square(name: str) -> None:
+    parts, loss = problem()
+    optimizer = optimizers.make(name, parts, 1e-3)
+    g = parts[0].grad.clone()  # type: ignore[union-attr]
+    optimizers.step(name, optimizer, loss)
+    scale = preconditioner(optimizer, parts[0])
+    assert scale is not None
+    torch.testing.assert_close(scale, g.abs() + 1e-8, rtol=1e-6, atol=0)
+
+
+def test_step_sizes_of_scalar_and_coordinate_rules() -> None:
+    for name, scalar in (
+        ("ngn-m", True),
+        ("ngn-mdv1", True),
+        ("ngn-mdv2", False),
+        ("ngn-d", False),
+    ):
+        parts, loss = problem()
+        optimizer = optimizers.make(name, parts, 0.5)
+        optimizers.step(name, optimizer, loss)
+        size = optimizers.step_size(optimizer)
+        assert (size is not None) == scalar
+        assert size is None or (0 < size < 0.5 and math.isfinite(size))
+
+
+def test_weight_decay_of_an_optimizer_without_it_is_refused() -> None:
+    with pytest.raises(BenchError, match="has no weight decay"):
+        optimizers.make("alr-smag", problem()[0], 0.1, weight_decay=0.1)

@@ -1,0 +1,192 @@
+"""Runs, the record of a sweep, and how it goes on after being stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+from ngn_bench.errors import BenchError
+from ngn_bench.lab import train
+from ngn_bench.lab.sweep import Record, sweep
+from ngn_bench.lab.train import Machine, RunSpec
+
+SCALE = "steps=0.02,model=0.2,batch=1,context=1"
+
+
+def spec(optimizer: str = "ngn-m", lr: float = 1.0, seed: int = 0, **more: object) -> RunSpec:
+    return RunSpec("digits-mlp", optimizer, lr, seed, SCALE, **more)  # type: ignore[arg-type]
+
+
+def outcome(run: dict) -> dict:
+    """What must repeat: all but times and places."""
+    return {key: run[key] for key in ("spec", "status", "curve", "telemetry", "diverged_at")}
+
+
+def test_a_run_says_everything_about_itself() -> None:
+    run = train.run(spec("ngn-mdv1", 0.01), Machine())
+    assert run["status"] == "finished"
+    assert run["metric"] == "accuracy"
+    assert run["curve"][-1]["step"] == run["steps"]
+    assert 0 <= run["curve"][-1]["score"] <= 100
+    telemetry = run["telemetry"]
+    assert telemetry["step"][-1] == run["steps"]
+    assert all(0 < size <= 0.01 * (1 + 1e-6) for size in telemetry["step_size"])
+    for layer in telemetry["layers"].values():
+        assert len(layer["step_size"]) == len(layer["update"]) == len(telemetry["step"])
+        assert all(size > 0 for size in layer["update"])
+    assert run["environment"]["packages"]["torch"]
+    assert run["environment"]["cpu"]
+    assert RunSpec.from_json(json.loads(json.dumps(run["spec"]))) == spec("ngn-mdv1", 0.01)
+
+
+def test_the_same_spec_gives_the_same_run() -> None:
+    assert outcome(train.run(spec(), Machine())) == outcome(train.run(spec(), Machine()))
+    other = train.run(spec(seed=1), Machine())
+    assert other["curve"] != train.run(spec(), Machine())["curve"]
+
+
+def test_micro_batches_change_nothing_but_rounding() -> None:
+    whole = train.run(spec("adam", 1e-3), Machine())
+    split = train.run(spec("adam", 1e-3), Machine(micro_batch=7))
+    for one, other in zip(whole["curve"], split["curve"], strict=True):
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-4)
+
+
+def test_divergence_is_a_result() -> None:
+    run = train.run(spec("sgdm", 1e30), Machine())
+    assert run["status"] == "diverged"
+    assert 1 <= run["diverged_at"] <= run["steps"]
+    json.dumps(run, allow_nan=False)
+
+
+def test_a_sweep_never_repeats_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(tmp_path / "runs.jsonl")
+    specs = [spec(lr=lr) for lr in (0.1, 1.0)]
+    first = sweep(specs, record, Machine())
+    assert [run["spec"]["lr"] for run in first] == [0.1, 1.0]
+    content = record.path.read_bytes()
+
+    done: list[RunSpec] = []
+    real = train.run
+
+    def counted(one: RunSpec, machine: Machine) -> dict:
+        done.append(one)
+        return real(one, machine)
+
+    monkeypatch.setattr(train, "run", counted)
+    again = sweep([*specs, spec(lr=10.0)], record, Machine())
+    assert done == [spec(lr=10.0)]
+    assert len(again) == 3
+    assert record.path.read_bytes().startswith(content)
+
+
+def test_a_line_cut_short_is_done_again(tmp_path: Path) -> None:
+    record = Record(tmp_path / "runs.jsonl")
+    specs = [spec(lr=lr) for lr in (0.1, 1.0)]
+    whole = sweep(specs, record, Machine())
+    lines = record.path.read_bytes().splitlines()
+    record.path.write_bytes(lines[0] + b"\n" + lines[1][: len(lines[1]) // 2])
+    assert len(record.read()) == 1
+    again = sweep(specs, record, Machine())
+    assert [outcome(run) for run in again] == [outcome(run) for run in whole]
+
+
+def test_runs_in_processes_equal_runs_in_line(tmp_path: Path) -> None:
+    specs = [spec(lr=lr) for lr in (0.1, 1.0)]
+    alone = sweep(specs, Record(tmp_path / "one.jsonl"), Machine())
+    together = sweep(specs, Record(tmp_path / "two.jsonl"), Machine(), processes=2)
+
+    def by_lr(runs: list) -> dict:
+        return {run["spec"]["lr"]: outcome(run) for run in runs}
+
+    assert by_lr(alone) == by_lr(together)
+
+
+def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    lrs = "0.01,0.1,1,10,100,1000"
+    arguments = ["sweep", "--optimizers", "ngn-m,sgdm,ngn", "--lr", lrs, "--seeds", "2"]
+    arguments += ["--scale", "steps=0.3", "--processes", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "ngn_bench.lab", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    path = out / "runs.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = path.read_bytes()
+    assert 2 <= kept.count(b"\n") < 36
+
+    record = Record(path)
+    scale = record.read()[0]["spec"]["scale"]
+    wanted = [
+        RunSpec("digits-mlp", "ngn-m", lr, seed, scale) for lr in (0.01, 0.1, 1.0) for seed in (0,)
+    ]
+    runs = sweep(wanted, record, Machine())
+    assert {RunSpec.from_json(run["spec"]) for run in runs} == set(wanted)
+    assert path.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
+    specs = [RunSpec.from_json(json.loads(line)["spec"]) for line in path.open()]
+    assert len(specs) == len(set(specs))
+
+
+def test_two_sweeps_do_not_share_a_record(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    record = Record(tmp_path / "runs.jsonl")
+    with record.writer(), pytest.raises(BenchError, match="another sweep is writing"):
+        sweep([spec()], record, Machine())
+
+
+def test_a_foreign_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs.jsonl").write_text('{"something": "else"}\n')
+    with pytest.raises(BenchError, match="line 1 is not the record of a run"):
+        Record(tmp_path / "runs.jsonl").read()
+
+
+FAULTY = """
+import torch
+from torch import nn
+from ngn_bench.lab import Classification
+
+def faulty(setup):
+    if setup.seed == 1:
+        raise RuntimeError("the second seed does not work")
+    points, labels = torch.randn(20, 2), torch.arange(20) % 2
+    return Classification(nn.Linear(2, 2), (points, labels), (points, labels), 1, 10)
+"""
+
+
+def test_a_failing_run_is_reported_and_the_others_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "faulty_task.py"
+    path.write_text(FAULTY)
+    record = Record(tmp_path / "runs.jsonl")
+    specs = [RunSpec(f"{path}:faulty", "adam", 1e-3, seed) for seed in (0, 1, 2)]
+    with pytest.raises(BenchError, match=r"1 of 3 runs failed.*second seed does not work"):
+        sweep(specs, record, Machine())
+    assert [run["spec"]["seed"] for run in record.read()] == [0, 2]
+
+
+def test_schedules() -> None:
+    from ngn_bench.lab.problems import three_stairs, warmup_cosine
+
+    schedule = warmup_cosine(0.1, 1e-5)
+    assert schedule(1.0, 1, 100) == pytest.approx(0.1)
+    assert schedule(1.0, 10, 100) == pytest.approx(1.0)
+    assert schedule(1.0, 55, 100) == pytest.approx((1 + 1e-5) / 2)
+    assert schedule(1.0, 100, 100) == pytest.approx(1e-5)
+    assert schedule(1e-6, 100, 100) == pytest.approx(1e-6)
+    assert [three_stairs(1.0, step, 90) for step in (1, 30, 31, 61, 90)] == pytest.approx(
+        [1, 1, 0.1, 0.01, 0.01]
+    )
+    assert math.isclose(three_stairs(2.0, 60, 90), 0.2)
