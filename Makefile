@@ -2,10 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+CREATED := $(VENV)/.created
 BUILT := $(VENV)/.built
-SOURCES := $(wildcard csrc/*) CMakeLists.txt setup.py
-DEPENDENCIES := pyproject.toml constraints.txt
+SOURCES := $(wildcard csrc/*) CMakeLists.txt setup.py pyproject.toml
 
 .PHONY: help test test-triton test-gpu lint types bench bench-suite readme sanitize aarch64 package clean
 
@@ -30,7 +29,7 @@ test-triton: $(BUILT)
 test-gpu: $(BUILT)
 	$(BIN)/python -m pytest -q tests/test_gpu.py
 
-lint: $(INSTALLED)
+lint: $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -46,26 +45,25 @@ bench-suite: $(BUILT)
 readme: $(BUILT)
 	$(BIN)/python -m ngn_bench.readme
 
-sanitize: $(INSTALLED)
+sanitize: $(BUILT)
 	BIN=$(abspath $(BIN)) sh tests/sanitize.sh
 
 aarch64:
 	sh tests/aarch64.sh
 
-package: $(INSTALLED)
+package: $(BUILT)
 	BIN=$(abspath $(BIN)) sh tests/package.sh
 
 # torch first and by its pin: whatever comes after finds it there.
-$(INSTALLED): $(DEPENDENCIES)
+$(CREATED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -r constraints.txt
-	NGN_REQUIRE_EXTENSION=1 $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $@ $(BUILT)
+	$(BIN)/pip install --quiet -r constraints.txt 'setuptools>=77' cmake ninja pybind11
+	touch $@
 
-$(BUILT): $(INSTALLED) $(SOURCES)
+$(BUILT): $(CREATED) $(SOURCES)
 	PATH="$(abspath $(BIN)):$$PATH" NGN_REQUIRE_EXTENSION=1 \
-		$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+		$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	touch $@
 
 clean:
