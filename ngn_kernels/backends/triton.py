@@ -97,15 +97,15 @@ class GradientColumn:
     def __init__(self, target: Tensor) -> None:
         self.target = target
         self.in_graphs: list[Tensor] = []
-        self._spare = self._pinned()
+        self._spare: Tensor | None = self._pinned()
         self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
 
     def upload(self, addresses: np.ndarray, capturing: bool) -> None:
         if capturing:
             # Each replay reads this memory again: it belongs to the graph from now on.
-            host, self._spare = self._pinned() if self._spare is None else self._spare, None
-            self.in_graphs.append(host)
-            self._copy(addresses, host)
+            kept, self._spare = self._pinned() if self._spare is None else self._spare, None
+            self.in_graphs.append(kept)
+            self._copy(addresses, kept)
             return
         if self._spare is None:
             self._spare = self._pinned()
