@@ -354,21 +354,21 @@ def apply_span(
 
 
 @device
-def advance_steps(table, n_rows, go, BLOCK: tl.constexpr = 128):
-    """t <- t + 1 for every row that took part."""
-    for first in range(0, n_rows, BLOCK):
+def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr = 128):
+    """t <- t + 1 for every row that took part, if the step did happen."""
+    for first in range(0, tl.where(reason == NONE, n_rows, 0), BLOCK):
         o = first + tl.arange(0, BLOCK)
         mask = o < n_rows
         b_g = tl.load(table + G * n_rows + o, mask=mask, other=0)
         b_step = tl.load(table + STEP * n_rows + o, mask=mask, other=0).to(tl.pointer_type(tl.float32))
-        mask &= (b_g != 0) & go
+        mask &= b_g != 0
         tl.store(b_step, tl.load(b_step, mask=mask, other=0.0) + 1, mask=mask)
 
 
 @device
 def count_step(table, report, n_rows, reason, last):
     """What the last block does: the step counts and the report."""
-    advance_steps(table, n_rows, reason == NONE)
+    advance_steps(table, n_rows, reason)
     code = tl.maximum(tl.atomic_max(report + REASON, reason.to(tl.int64), sem="relaxed"), reason)
     counted = (last != 0) & (code != NONE)
     tl.store(report + SKIPPED, tl.load(report + SKIPPED) + 1, mask=counted)

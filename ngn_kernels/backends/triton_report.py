@@ -133,10 +133,13 @@ def compile_variant(variant: Variant, target: Target) -> Any:
     kernel = getattr(triton_kernels, variant.kernel)
     constants = variant.constants
     signature = {
-        name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in kernel.arg_names
+        name: "constexpr" if name in constants else POINTERS.get(name, "i32")
+        for name in kernel.arg_names
     }
     # torch's allocations are aligned, as the launch would notice.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in POINTERS}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in POINTERS
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     chosen = options(variant.kernel, variant.rule, target.triton)
     return triton.compile(source, target=target.triton, options=chosen)
@@ -170,7 +173,9 @@ def _read_cubin(compiled: Any) -> Resources:
     loads, stores = (
         Counter(
             int(lanes) * int(bits) // 8
-            for lanes, bits in re.findall(rf"{kind}\.global[\w.:]*?\.v(\d)\.b(\d+)", compiled.asm["ptx"])
+            for lanes, bits in re.findall(
+                rf"{kind}\.global[\w.:]*?\.v(\d)\.b(\d+)", compiled.asm["ptx"]
+            )
         )
         for kind in ("ld", "st")
     )
@@ -191,7 +196,9 @@ def _read_amdgcn(compiled: Any) -> Resources:
     loads, stores = (
         Counter(
             4 * int(words) if words else int(bits) // 8
-            for words, bits in re.findall(rf"(?:global|buffer)_{kind}_(?:dwordx(\d)|b(\d+))\b", text)
+            for words, bits in re.findall(
+                rf"(?:global|buffer)_{kind}_(?:dwordx(\d)|b(\d+))\b", text
+            )
         )
         for kind in ("load", "store")
     )
@@ -205,18 +212,27 @@ def short(dtype: torch.dtype) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m ngn_kernels.backends.triton", description=__doc__)
-    parser.add_argument(
-        "--target", action="append", choices=[t.name for t in TARGETS], help="may be repeated; all by default"
+    parser = argparse.ArgumentParser(
+        prog="python -m ngn_kernels.backends.triton", description=__doc__
     )
-    parser.add_argument("--mixed", action="store_true", help="also gradients of another type than parameters")
+    parser.add_argument(
+        "--target",
+        action="append",
+        choices=[t.name for t in TARGETS],
+        help="may be repeated; all by default",
+    )
+    parser.add_argument(
+        "--mixed", action="store_true", help="also gradients of another type than parameters"
+    )
     chosen = parser.parse_args(arguments)
     try:
         import triton
     except ImportError:
         sys.exit("Triton is not installed: pip install 'triton>=3.4'")
     targets = [t for t in TARGETS if not chosen.target or t.name in chosen.target]
-    print(f"Triton {triton.__version__}: registers of a thread (resident warps), widest load and store in bytes")
+    print(
+        f"Triton {triton.__version__}: registers of a thread (resident warps), widest load and store in bytes"
+    )
     print(f"{'':48}" + "".join(f"{t.name:>18}" for t in targets))
     for variant in variants():
         if variant.param != variant.grad and not chosen.mixed:
@@ -226,5 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
             used = resources(compile_variant(variant, target), target)
             widths = f"{max(used.loads, default=0)}/{max(used.stores, default=0)}"
             spills = f" spills {used.spilled}!" if used.spilled else ""
-            cells.append(f"{used.registers} ({target.occupancy(used.registers):.0%}) {widths}{spills}")
+            cells.append(
+                f"{used.registers} ({target.occupancy(used.registers):.0%}) {widths}{spills}"
+            )
         print(f"{variant!s:48}" + "".join(f"{cell:>18}" for cell in cells), flush=True)

@@ -1,0 +1,479 @@
+"""What each instruction does to the threads of a block."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .memory import UNSIGNED
+from .ptx import WIDTHS, Instruction, Kernel, Unsupported, members
+
+FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64, "f32x2": np.float32}
+SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+WARP = 32
+# Nothing of these shows in a memory that is sequentially consistent.
+HINTS = {"weak", "relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "sys", "ca", "cg", "cs"}
+
+# A step of a block, given its active threads (None for all): where to go on, YIELD, or None.
+Step = Callable[[Any, "np.ndarray | None"], "int | str | None"]
+YIELD = "yield"
+EXIT = -1
+
+Handler = Callable[[Kernel, Instruction], Step]
+HANDLERS: dict[str, Handler] = {}
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    def note(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return note
+
+
+def translate(kernel: Kernel, instruction: Instruction) -> Callable[[Any], int | str | None]:
+    """One instruction, with its guard, as a step of a block."""
+    instruction = replace(instruction, modifiers=list(instruction.modifiers))
+    try:
+        step = HANDLERS[instruction.name](kernel, instruction)
+        if instruction.modifiers:
+            raise Unsupported(f"modifiers {instruction.modifiers}")
+    except (KeyError, ValueError, Unsupported) as error:
+        raise Unsupported(f"{instruction.text}: {error!r}") from error
+    if instruction.guard is None:
+        return lambda block: step(block, None)
+    guard, negated = kernel.registers[instruction.guard], instruction.negated
+    branches = instruction.name in ("bra", "ret")
+
+    def guarded(block: Any) -> int | str | None:
+        active = block.registers[guard] ^ negated
+        if active.all():
+            return step(block, None)
+        if not active.any():
+            return None
+        if branches:
+            raise Unsupported(f"threads of a block part ways: {instruction.text}")
+        return step(block, active)
+
+    return guarded
+
+
+def numbers(kind: str) -> Any:
+    """The numpy type in which a PTX type calculates."""
+    if kind in FLOATS:
+        return FLOATS[kind]
+    return SIGNED[WIDTHS[kind]] if kind[0] == "s" else UNSIGNED[WIDTHS[kind]]
+
+
+def elementwise(
+    kernel: Kernel, operands: list[str], kinds: list[str], result: str, function: Any
+) -> Step:
+    """target = function(sources), each as numbers of its type."""
+    write = kernel.target(operands[0], result)
+    sources = [
+        (kernel.source(operand, kind), bool if kind == "pred" else numbers(kind))
+        for operand, kind in zip(operands[1:], kinds, strict=True)
+    ]
+    bits = UNSIGNED[WIDTHS[result]] if WIDTHS[result] else bool
+
+    def step(block: Any, active: np.ndarray | None) -> None:
+        values = [read(block).view(kind) for read, kind in sources]
+        write(block, np.asarray(function(*values)).view(bits), active)
+
+    return step
+
+
+_fma = ctypes.CDLL(None).fma
+_fma.restype, _fma.argtypes = ctypes.c_double, [ctypes.c_double] * 3
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    if a.dtype != np.float64:
+        raise Unsupported("fma of anything but float64")
+    # What threads compute alike is computed once.
+    distinct, back = np.unique(
+        np.stack(np.broadcast_arrays(a, b, c)).view(np.uint64), axis=1, return_inverse=True
+    )
+    results = np.array([_fma(*column) for column in distinct.view(np.float64).T])
+    return results[back.ravel()]
+
+
+FLOAT_OPERATIONS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "fma": fused,
+    "sqrt": np.sqrt,
+    "abs": np.abs,
+    "neg": np.negative,
+    "min": np.fmin,
+    "max": np.fmax,
+}
+
+
+def flushed(values: np.ndarray) -> np.ndarray:
+    tiny = np.abs(values) < np.float32(2.0**-126)
+    return np.where(tiny, np.copysign(np.float32(0), values), values)
+
+
+@handles("add", "sub", "mul", "div", "fma", "sqrt", "abs", "neg", "min", "max", "mad")
+def arithmetic(kernel: Kernel, instruction: Instruction) -> Step:
+    name, operands = instruction.name, instruction.operands
+    kinds = instruction.take_types()
+    kind = kinds[0]
+    count = len(operands) - 1
+    if kind not in FLOATS:
+        return integer(kernel, instruction, kind)
+    rounded = instruction.take("rn")
+    if name in ("div", "fma", "sqrt") and rounded is None:
+        raise Unsupported("rounding other than to nearest")
+    function = FLOAT_OPERATIONS[name]
+    if instruction.take("ftz"):
+        if kind != "f32":
+            raise Unsupported("ftz of anything but float32")
+        plain = function
+        function = lambda *values: flushed(plain(*map(flushed, values)))  # noqa: E731
+    sources = [kind] * count
+    if len(kinds) == 2:
+        # Mixed precision: the first operands are narrower, the last one is not.
+        sources = [kinds[1]] * (count - 1) + [kind]
+        narrow = function
+        wide = numbers(kind)
+        function = lambda *values: narrow(*(v.astype(wide) for v in values))  # noqa: E731
+    return elementwise(kernel, operands, sources, kind, function)
+
+
+def integer(kernel: Kernel, instruction: Instruction, kind: str) -> Step:
+    name, operands = instruction.name, instruction.operands
+    part = instruction.take("lo", "wide")
+    if name in ("mul", "mad"):
+        wide = f"{kind[0]}{16 * WIDTHS[kind]}" if part == "wide" else kind
+        container = numbers(wide)
+
+        def multiply(a: np.ndarray, b: np.ndarray, *c: np.ndarray) -> np.ndarray:
+            product = a.astype(container) * b.astype(container)
+            return product + c[0] if c else product
+
+        kinds = [kind, kind] + ([wide] if name == "mad" else [])
+        return elementwise(kernel, operands, kinds, wide, multiply)
+    functions = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
+    return elementwise(kernel, operands, [kind] * 2, kind, functions[name])
+
+
+@handles("rcp")
+def reciprocal(kernel: Kernel, instruction: Instruction) -> Step:
+    kinds = instruction.take_types()
+    if kinds != ["f64"] or not (instruction.take("approx") and instruction.take("ftz")):
+        raise Unsupported("form of rcp")
+
+    def upper_half(x: np.ndarray) -> np.ndarray:
+        # The hardware delivers no more than these bits.
+        kept = (1 / x).view(np.uint64) & np.uint64(0xFFFFFFFF00000000)
+        return kept.view(np.float64)
+
+    return elementwise(kernel, instruction.operands, kinds, "f64", upper_half)
+
+
+COMPARISONS = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+
+
+@handles("setp")
+def compare(kernel: Kernel, instruction: Instruction) -> Step:
+    how = instruction.modifiers.pop(0)
+    (kind,) = instruction.take_types()
+    compared = COMPARISONS[how[:2]]
+    if kind not in FLOATS:
+        return elementwise(kernel, instruction.operands, [kind] * 2, "pred", compared)
+    unordered = how.endswith("u")
+
+    def function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        nan = np.isnan(a) | np.isnan(b)
+        return compared(a, b) | nan if unordered else compared(a, b) & ~nan
+
+    return elementwise(kernel, instruction.operands, [kind] * 2, "pred", function)
+
+
+@handles("selp")
+def select(kernel: Kernel, instruction: Instruction) -> Step:
+    (kind,) = instruction.take_types()
+    return elementwise(
+        kernel,
+        instruction.operands,
+        [kind, kind, "pred"],
+        kind,
+        lambda a, b, condition: np.where(condition, a, b),
+    )
+
+
+@handles("and", "or", "xor", "not")
+def logic(kernel: Kernel, instruction: Instruction) -> Step:
+    (kind,) = instruction.take_types()
+    function = {
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "not": np.invert,
+    }[instruction.name]
+    sources = [kind] * (len(instruction.operands) - 1)
+    return elementwise(kernel, instruction.operands, sources, kind, function)
+
+
+@handles("shl", "shr")
+def shift(kernel: Kernel, instruction: Instruction) -> Step:
+    (kind,) = instruction.take_types()
+    bits = 8 * WIDTHS[kind]
+    left = instruction.name == "shl"
+
+    def function(values: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+        if (amounts >= bits).any():
+            raise Unsupported("a shift by the whole width")
+        amounts = amounts.astype(values.dtype)
+        return values << amounts if left else values >> amounts
+
+    return elementwise(kernel, instruction.operands, [kind, "u32"], kind, function)
+
+
+@handles("bfe")
+def extract_bits(kernel: Kernel, instruction: Instruction) -> Step:
+    if instruction.take_types() != ["u32"]:
+        raise Unsupported("form of bfe")
+
+    def function(values: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
+        wide = values.astype(np.uint64) >> (first & 255).astype(np.uint64)
+        mask = (np.uint64(1) << np.minimum(count & 255, 32).astype(np.uint64)) - np.uint64(1)
+        return (wide & mask).astype(np.uint32)
+
+    return elementwise(kernel, instruction.operands, ["u32"] * 3, "u32", function)
+
+
+@handles("prmt")
+def permute_bytes(kernel: Kernel, instruction: Instruction) -> Step:
+    instruction.take_types()
+
+    def function(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+        joined = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+        result = np.zeros(1, np.uint64)
+        for byte in range(4):
+            pick = (selector >> np.uint32(4 * byte)) & np.uint32(15)
+            if (pick & 8).any():
+                raise Unsupported("prmt with sign replication")
+            chosen = joined >> (8 * pick).astype(np.uint64) & np.uint64(255)
+            result = result | chosen << np.uint64(8 * byte)
+        return result.astype(np.uint32)
+
+    return elementwise(kernel, instruction.operands, ["b32"] * 3, "b32", function)
+
+
+@handles("cvt")
+def convert(kernel: Kernel, instruction: Instruction) -> Step:
+    to, origin = instruction.take_types()
+    rounding = instruction.take("rn")
+    narrows = WIDTHS[to] < WIDTHS[origin] or origin not in FLOATS
+    if to in FLOATS and narrows and rounding is None:
+        raise Unsupported("a narrowing conversion without rounding")
+    if to not in FLOATS and origin in FLOATS:
+        raise Unsupported("float to integer")
+    container = numbers(to)
+    return elementwise(
+        kernel, instruction.operands, [origin], to, lambda values: values.astype(container)
+    )
+
+
+@handles("mov")
+def move(kernel: Kernel, instruction: Instruction) -> Step:
+    (kind,) = instruction.take_types()
+    target, source = instruction.operands
+    width = WIDTHS[kind]
+    if source.startswith("{"):
+        parts = members(source)
+        part = width // len(parts)
+        reads = [kernel.source(p, f"b{8 * part}") for p in parts]
+        write = kernel.target(target, kind)
+
+        def join(block: Any, active: np.ndarray | None) -> None:
+            total = np.zeros(1, UNSIGNED[width])
+            for i, read in enumerate(reads):
+                total = total | read(block).astype(UNSIGNED[width]) << UNSIGNED[width](8 * part * i)
+            write(block, total, active)
+
+        return join
+    if target.startswith("{"):
+        parts = members(target)
+        part = width // len(parts)
+        writes = [kernel.target(p, f"b{8 * part}") for p in parts]
+        read_whole = kernel.source(source, kind)
+
+        def split(block: Any, active: np.ndarray | None) -> None:
+            whole = read_whole(block)
+            for i, write in enumerate(writes):
+                write(
+                    block, (whole >> UNSIGNED[width](8 * part * i)).astype(UNSIGNED[part]), active
+                )
+
+        return split
+    read, write = kernel.source(source, kind), kernel.target(target, kind)
+    return lambda block, active: write(block, read(block), active)
+
+
+def access_form(instruction: Instruction) -> tuple[str, int, int]:
+    """The space, the width of a word, and the number of words of an ld or st."""
+    instruction.modifiers = [m for m in instruction.modifiers if m not in HINTS]
+    space = (instruction.take("global", "shared", "shared::cta", "param") or "").split("::")[0]
+    lanes = instruction.take("v2", "v4", "v8")
+    (kind,) = instruction.take_types()
+    if not space:
+        raise Unsupported("an access of unknown space")
+    return space, WIDTHS[kind], int(lanes[1:]) if lanes else 1
+
+
+@handles("ld")
+def load(kernel: Kernel, instruction: Instruction) -> Step:
+    space, width, lanes = access_form(instruction)
+    target, source = instruction.operands
+    writes = [kernel.target(name, f"b{8 * width}") for name in members(target)]
+    if space == "param":
+        offset, stored = kernel.parameters[source.strip("[] ")]
+        if stored != width or lanes != 1:
+            raise Unsupported("part of a parameter")
+
+        def parameter(block: Any, active: np.ndarray | None) -> None:
+            raw = block.parameters[offset : offset + width]
+            writes[0](block, np.frombuffer(raw, UNSIGNED[width]), active)
+
+        return parameter
+    addresses = kernel.address(source)
+
+    def step(block: Any, active: np.ndarray | None) -> str:
+        where = np.broadcast_to(addresses(block), block.threads)
+        where = where if active is None else where[active]
+        words = block.memory_of(space).read(where, width, lanes)
+        for write, values in zip(writes, words, strict=True):
+            if active is not None:
+                spread = np.zeros(block.threads, UNSIGNED[width])
+                spread[active] = values
+                values = spread
+            write(block, values, active)
+        return YIELD
+
+    return step
+
+
+@handles("st")
+def store(kernel: Kernel, instruction: Instruction) -> Step:
+    space, width, _ = access_form(instruction)
+    target, source = instruction.operands
+    addresses = kernel.address(target)
+    reads = [kernel.source(name, f"b{8 * width}") for name in members(source)]
+
+    def step(block: Any, active: np.ndarray | None) -> str:
+        chosen = slice(None) if active is None else active
+        where = np.broadcast_to(addresses(block), block.threads)[chosen]
+        words = [np.broadcast_to(read(block), block.threads)[chosen] for read in reads]
+        block.memory_of(space).write(where, width, words)
+        return YIELD
+
+    return step
+
+
+@handles("atom", "red")
+def atomic(kernel: Kernel, instruction: Instruction) -> Step:
+    instruction.modifiers = [m for m in instruction.modifiers if m not in HINTS]
+    if instruction.take("global") is None:
+        raise Unsupported("an atomic outside global memory")
+    function = {"add": np.add, "max": np.maximum}[instruction.take("add", "max") or ""]
+    (kind,) = instruction.take_types()
+    if kind in FLOATS:
+        raise Unsupported("an atomic on floats: its result would depend on the order of blocks")
+    # red is an atom whose old value nobody wants.
+    target = "_" if instruction.name == "red" else instruction.operands[0]
+    address, source = instruction.operands[-2:]
+    write, read = kernel.target(target, kind), kernel.source(source, kind)
+    addresses, container, width = kernel.address(address), numbers(kind), WIDTHS[kind]
+
+    def step(block: Any, active: np.ndarray | None) -> str:
+        where = np.broadcast_to(addresses(block), block.threads)
+        values = np.broadcast_to(read(block), block.threads)
+        threads = np.flatnonzero(np.ones(block.threads, bool) if active is None else active)
+        old = np.zeros(block.threads, UNSIGNED[width])
+        for thread in threads:
+            operand = values[thread : thread + 1].view(container)
+            old[thread] = block.memory_of("global").update(
+                int(where[thread]),
+                width,
+                lambda word, operand=operand: function(word.view(container), operand).view(
+                    word.dtype
+                ),
+            )
+        write(block, old, active)
+        return YIELD
+
+    return step
+
+
+@handles("bar")
+def barrier(kernel: Kernel, instruction: Instruction) -> Step:
+    if instruction.take("sync") is None:
+        raise Unsupported("form of bar")
+    # The threads of a block run together: they are all here.
+    return lambda block, active: YIELD
+
+
+@handles("shfl")
+def shuffle(kernel: Kernel, instruction: Instruction) -> Step:
+    if not (instruction.take("sync") and instruction.take("bfly")):
+        raise Unsupported("form of shfl")
+    (kind,) = instruction.take_types()
+    target, source, lane_mask, *_ = instruction.operands
+    write, read = kernel.target(target, kind), kernel.source(source, kind)
+    partner_bits = kernel.source(lane_mask, "u32")
+
+    def step(block: Any, active: np.ndarray | None) -> None:
+        if active is not None:
+            raise Unsupported("a shuffle of some threads only")
+        values = np.broadcast_to(read(block), block.threads)
+        write(block, values[np.arange(block.threads) ^ int(partner_bits(block)[0])], None)
+
+    return step
+
+
+@handles("redux")
+def warp_reduce(kernel: Kernel, instruction: Instruction) -> Step:
+    if not (instruction.take("sync") and instruction.take("max")):
+        raise Unsupported("form of redux")
+    (kind,) = instruction.take_types()
+    target, source, _ = instruction.operands
+    write, read = kernel.target(target, kind), kernel.source(source, kind)
+    container = numbers(kind)
+
+    def step(block: Any, active: np.ndarray | None) -> None:
+        if active is not None:
+            raise Unsupported("a reduction of some threads only")
+        values = np.ascontiguousarray(np.broadcast_to(read(block), block.threads)).view(container)
+        largest = np.repeat(values.reshape(-1, WARP).max(axis=1), WARP)
+        write(block, largest.view(UNSIGNED[WIDTHS[kind]]), None)
+
+    return step
+
+
+@handles("bra")
+def branch(kernel: Kernel, instruction: Instruction) -> Step:
+    instruction.take("uni")
+    target = kernel.labels[instruction.operands[0]]
+    return lambda block, active: target
+
+
+@handles("ret")
+def finish(kernel: Kernel, instruction: Instruction) -> Step:
+    return lambda block, active: EXIT

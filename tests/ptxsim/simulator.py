@@ -1,0 +1,143 @@
+"""Blocks of threads, and the order in which they run."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .instructions import EXIT, YIELD
+from .memory import UNSIGNED, Memory, MemoryFault, Traffic
+from .ptx import SHARED_START, Kernel, Unsupported
+
+MOST_STEPS = 2_000_000
+
+
+class SharedMemory:
+    """The memory that the threads of a block share; it starts as poison."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = np.full(size, 0xFF, np.uint8)
+
+    def read(self, addresses: np.ndarray, width: int, lanes: int) -> list[np.ndarray]:
+        at = self._index(addresses, width, lanes)
+        return [self._bytes.view(UNSIGNED[width])[at + lane] for lane in range(lanes)]
+
+    def write(self, addresses: np.ndarray, width: int, words: list[np.ndarray]) -> None:
+        at = self._index(addresses, width, len(words))
+        for lane, values in enumerate(words):
+            self._bytes.view(UNSIGNED[width])[at + lane] = values
+
+    def _index(self, addresses: np.ndarray, width: int, lanes: int) -> np.ndarray:
+        at = addresses.astype(np.int64) - SHARED_START
+        if (at < 0).any() or (at + width * lanes > len(self._bytes)).any():
+            raise MemoryFault(f"outside the {len(self._bytes)} bytes of shared memory")
+        if (at % (width * lanes)).any():
+            raise MemoryFault(f"a shared access of {width * lanes} bytes that is not aligned")
+        return at // width
+
+
+class Block:
+    def __init__(self, kernel: Kernel, index: int, blocks: int, threads: int, shared: int) -> None:
+        self.kernel = kernel
+        self.threads = threads
+        self.parameters = b""
+        self._index, self._blocks = index, blocks
+        self._memories: dict[str, Any] = {"shared": SharedMemory(-(-shared // 16) * 16)}
+        # Registers start as poison: NaN, or all ones.
+        self.registers = [
+            np.full(threads, (1 << 8 * width) - 1, UNSIGNED[width])
+            if width
+            else np.ones(threads, bool)
+            for width in kernel.widths
+        ]
+
+    def memory_of(self, space: str) -> Any:
+        return self._memories[space]
+
+    def special(self, name: str) -> np.ndarray:
+        if name == "%tid.x":
+            return np.arange(self.threads, dtype=np.uint32)
+        values = {"%ctaid.x": self._index, "%nctaid.x": self._blocks, "%ntid.x": self.threads}
+        if name not in values:
+            raise Unsupported(f"special register {name}")
+        return np.array([values[name]], np.uint32)
+
+    def run(self, memory: Memory, parameters: bytes) -> Iterator[None]:
+        """Pauses after every access to memory and at every barrier."""
+        self._memories["global"] = memory
+        self.parameters = parameters
+        code, at = self.kernel.code, 0
+        for _ in range(MOST_STEPS):
+            if at == len(code):
+                return
+            follow = code[at](self)
+            if follow is None:
+                at += 1
+            elif follow == YIELD:
+                at += 1
+                yield
+            elif follow == EXIT:
+                return
+            else:
+                at = int(follow)
+        raise RuntimeError(f"{self.kernel.name} has not come to an end after {MOST_STEPS} steps")
+
+
+def launch(
+    kernel: Kernel,
+    blocks: int,
+    threads: int,
+    arguments: Sequence[Any],
+    memory: Memory,
+    *,
+    shared: int = 0,
+    order: str = "sequential",
+    seed: int = 0,
+) -> Traffic:
+    """Run all blocks; what they moved.
+
+    Args:
+        arguments: tensors for their addresses, and integers.
+        shared: bytes of shared memory.
+        order: "sequential", "reversed" or "random", one block after the other; or "interleaved",
+            all of them side by side, switching at any access to memory.
+    """
+    if kernel.threads not in (None, threads):
+        raise ValueError(f"{kernel.name} wants {kernel.threads} threads, not {threads}")
+    if len(arguments) != len(kernel.parameters):
+        raise TypeError(
+            f"{kernel.name} takes {len(kernel.parameters)} arguments, not {len(arguments)}"
+        )
+    packed = bytearray(kernel.parameter_bytes)
+    for (offset, width), value in zip(kernel.parameters.values(), arguments, strict=True):
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
+        struct.pack_into("<q" if width == 8 else "<i", packed, offset, number)
+    draw = np.random.default_rng(seed)
+    indices = list(range(blocks))
+    if order == "reversed":
+        indices.reverse()
+    elif order == "random":
+        draw.shuffle(indices)
+    elif order not in ("sequential", "interleaved"):
+        raise ValueError(f"order={order!r}")
+
+    def started(index: int) -> Iterator[None]:
+        return Block(kernel, index, blocks, threads, shared).run(memory, bytes(packed))
+
+    memory.traffic = Traffic()
+    with np.errstate(all="ignore"):
+        if order != "interleaved":
+            for index in indices:
+                for _ in started(index):
+                    pass
+        else:
+            live = [started(index) for index in indices]
+            while live:
+                chosen = int(draw.integers(len(live)))
+                if next(live[chosen], EXIT) == EXIT:
+                    del live[chosen]
+    return memory.traffic

@@ -1,0 +1,186 @@
+"""The simulator itself: what it computes, what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("these tests compile, the interpreter does not", allow_module_level=True)
+triton = pytest.importorskip("triton")
+
+import triton.language as tl
+
+from ptxsim import Kernel, Memory, MemoryFault, MisalignedAccess, SimulatedGPU, launch
+from ptxsim.ptx import Unsupported, literal
+
+ARCHITECTURES = (80, 90, 100)
+
+
+@triton.jit
+def scaled_sum(x, y, total, n, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = o < n
+    b = tl.load(x + o, mask=mask, other=0.0)
+    tl.store(y + o, tl.div_rn(b, tl.sqrt_rn(b * b + 1.0)), mask=mask)
+    tl.atomic_add(total, tl.max(o))
+
+
+@triton.jit
+def lost_update(total):
+    tl.store(total, tl.load(total) + 1)
+
+
+@triton.jit
+def wide_scalars(x, y):
+    tl.store(y, tl.exp(tl.load(x)))
+    tl.store(y + 1, tl.log(tl.load(x + 1)))
+    tl.store(y + 2, tl.load(x + 2) / tl.load(x + 3))
+    tl.store(y + 3, tl.sqrt(tl.load(x + 3)))
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def gpu(request):
+    with SimulatedGPU(request.param).active() as simulated:
+        yield simulated
+
+
+@pytest.mark.parametrize("n", [1, 255, 1024, 4099])
+@pytest.mark.parametrize("order", ["sequential", "reversed", "random", "interleaved"])
+def test_a_kernel_computes_what_numpy_does(gpu, n, order):
+    x, y, total = torch.randn(n), torch.full((n,), math.nan), torch.zeros(1, dtype=torch.int32)
+    for name, tensor in {"x": x, "y": y, "total": total}.items():
+        gpu.memory.register(tensor, name, read_only=name == "x")
+    gpu.order = order
+    scaled_sum[(triton.cdiv(n, 1024),)](x, y, total, n, BLOCK=1024, enable_fp_fusion=False)
+    # torch's vectorised square root is not always rounded correctly.
+    wanted = x.numpy() / np.sqrt(x.numpy() * x.numpy() + np.float32(1))
+    np.testing.assert_array_equal(y.numpy(), wanted)
+    assert int(total) == sum(range(1023, 1024 * triton.cdiv(n, 1024), 1024))
+    traffic = gpu.launches[-1].traffic
+    assert (traffic.read["x"], traffic.written["y"]) == (4 * n, 4 * n)
+    assert traffic.written["x"] == 0
+
+
+def test_interleaving_shows_a_lost_update(gpu):
+    totals = set()
+    for seed in range(8):
+        total = torch.zeros(1)
+        gpu.memory, gpu.order, gpu.seed = Memory(), "interleaved", seed
+        gpu.memory.register(total, "total")
+        lost_update[(6,)](total, enable_fp_fusion=False)
+        totals.add(float(total))
+    assert min(totals) < 6
+
+
+def test_float64_functions_are_accurate(gpu):
+    x = torch.tensor([-0.0123, 0.999, 1.0, 3.0], dtype=torch.float64)
+    y = torch.empty(4, dtype=torch.float64)
+    gpu.memory.register(x, "x")
+    gpu.memory.register(y, "y")
+    wide_scalars[(1,)](x, y, enable_fp_fusion=False)
+    wanted = [math.exp(x[0]), math.log(x[1]), 1 / 3, math.sqrt(3)]
+    np.testing.assert_allclose(y.numpy(), wanted, rtol=3e-16, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "error", "message"),
+    [(4098, MemoryFault, "of y"), (0, MemoryFault, "nothing is registered")],
+)
+def test_an_access_out_of_bounds_is_refused(gpu, keep, error, message):
+    x, y, total = torch.randn(4099), torch.empty(4099), torch.zeros(1, dtype=torch.int32)
+    if keep:
+        gpu.memory.register(x, "x")
+        gpu.memory.register(y[:keep], "y")
+        gpu.memory.register(total, "total")
+    with pytest.raises(error, match=message):
+        scaled_sum[(5,)](x, y, total, 4099, BLOCK=1024, enable_fp_fusion=False)
+
+
+def test_a_write_to_read_only_memory_is_refused(gpu):
+    x, y, total = torch.randn(1024), torch.empty(1024), torch.zeros(1, dtype=torch.int32)
+    gpu.memory.register(x, "x")
+    gpu.memory.register(total, "total")
+    gpu.memory.register(y, "y", read_only=True)
+    with pytest.raises(MemoryFault, match="y, which is read-only"):
+        scaled_sum[(1,)](x, y, total, 1024, BLOCK=1024, enable_fp_fusion=False)
+
+
+HEADER = """
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry k(.param .u64 p) .reqntid 32
+{
+.reg .pred %p<4>; .reg .b32 %r<8>; .reg .b64 %rd<4>;
+ld.param.b64 %rd1, [p];
+"""
+
+
+def run(body, words=8):
+    data = torch.arange(words, dtype=torch.int32)
+    memory = Memory()
+    memory.register(data, "data")
+    launch(Kernel(HEADER + body + "\nret;\n}"), 1, 32, [data], memory)
+    return data
+
+
+def test_an_unaligned_vector_is_refused():
+    with pytest.raises(MisalignedAccess, match="16 bytes"):
+        run("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1+4];")
+
+
+def test_registers_start_as_poison():
+    assert int(run("st.global.b32 [%rd1], %r5;")[0]) == -1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "frobnicate.b32 %r1, %r2;",
+        "add.rz.f32 %r1, %r2, %r3;",
+        "add.weird.s32 %r1, %r2, %r3;",
+        "atom.global.gpu.relaxed.add.f32 %r1, [%rd1], %r2;",
+        "mov.u32 %r1, %clock;",
+    ],
+)
+def test_what_is_not_known_is_refused(body):
+    with pytest.raises(Unsupported):
+        run(body)
+
+
+def test_threads_that_part_ways_are_refused():
+    with pytest.raises(Unsupported, match="part ways"):
+        run("mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 7; @%p1 bra DONE;\nDONE:")
+
+
+def test_an_endless_loop_ends(monkeypatch):
+    monkeypatch.setattr("ptxsim.simulator.MOST_STEPS", 1000)
+    with pytest.raises(RuntimeError, match="not come to an end"):
+        run("AGAIN:\nbra AGAIN;")
+
+
+def test_integers():
+    body = """
+    mov.b32 %r1, -7; mov.b32 %r2, 3;
+    mul.wide.s32 %rd2, %r1, %r2; st.global.b64 [%rd1], %rd2;
+    shr.s32 %r3, %r1, 1; st.global.b32 [%rd1+8], %r3;
+    shr.u32 %r4, %r1, 28; st.global.b32 [%rd1+12], %r4;
+    prmt.b32 %r5, 0x44332211, 0x88776655, 0x0572; st.global.b32 [%rd1+16], %r5;
+    bfe.u32 %r6, 0x12345678, 8, 12; st.global.b32 [%rd1+20], %r6;
+    max.s32 %r7, %r1, %r2; st.global.b32 [%rd1+24], %r7;
+    """
+    found = run(body)
+    assert int(found[:2].view(torch.int64)) == -21
+    assert [int(value) for value in found[2:7]] == [-4, 15, 0x11668833, 0x456, 3]
+
+
+def test_literals():
+    assert literal("0f3F800000", 4) == 0x3F800000
+    assert literal("0f3F800000", 8) == 0x3FF0000000000000
+    assert literal("-1", 4) == 0xFFFFFFFF
+    assert literal("%r1", 4) is None

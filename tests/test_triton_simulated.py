@@ -1,0 +1,298 @@
+"""The compiled GPU kernels, run by a simulator: whole optimizers against the oracle.
+
+Triton binds, specialises, compiles and caches as it does on a GPU; only the GPU is simulated. Each
+access is checked for bounds and alignment, and counted; gradients and tables are read-only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from algorithms import ALGORITHMS, EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
+from helpers import bits, params_of, random_columns, random_gradients, snapshot
+from pair import Pair
+from torch import Tensor
+from torch.nn import Parameter
+
+import ngn_kernels.backends as backends
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("these tests compile, the interpreter does not", allow_module_level=True)
+pytest.importorskip("triton")
+
+from ptxsim import SimulatedGPU
+from ptxsim.backend import SimulatedBackend, column_bytes
+
+ARCHITECTURES = (80, 90, 100)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Below a vector, tails, more than one block of a chunk, more than one chunk.
+SHAPES = ([(), (3,), (1030,), (5, 7)], [(4101,), (0,), (64, 32)])
+ORDERS = (("reversed", 0), ("random", 1), ("interleaved", 2), ("interleaved", 3))
+
+# Words of 4 bytes per float32 parameter: what each pass reads, and what the last one writes.
+WORDS = {
+    "NGN": ("g", "gx", "x"),
+    "NGNM": ("g", "gmx", "mx"),
+    "NGND": ("", "gx", "x"),
+    "NGND-rms": ("", "gvx", "vx"),
+    "NGNMDv1": ("gv", "gvmx", "vmx"),
+    "NGNMDv2": ("", "gvmx", "vmx"),
+    "DecNGNMDv1": ("gv", "gvmx", "vmx"),
+    "NGNMDv1W": ("gvx", "gvmx", "vmx"),
+}
+TOTAL = dict(zip(WORDS, (4, 6, 3, 5, 9, 7, 9, 10), strict=True))
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGPU]:
+    """Stands in for the GPU; tests that care name the architecture."""
+    simulated = SimulatedGPU(getattr(request, "param", 90))
+    backend = SimulatedBackend(simulated)
+    load = backends._load
+    monkeypatch.setattr(backends, "_load", lambda name: backend if name == "triton" else load(name))
+    with simulated.active():
+        yield simulated
+
+
+def each_architecture(test: Any) -> Any:
+    return pytest.mark.parametrize("gpu", ARCHITECTURES, indirect=True, ids=lambda a: f"sm_{a}")(
+        test
+    )
+
+
+def steps(
+    algorithm: Algorithm, columns: list[list[Tensor]], count: int = 2, **options: Any
+) -> Iterator[Pair]:
+    """Some steps, each from the state of the one before and checked against the oracle."""
+    known = {k: options[k] for k in ("max_grad_norm", "loss_floor") if k in options}
+    pair = Pair(algorithm, algorithm.build(columns, backend="triton", **options), **known)
+    for k in range(count):
+        random_gradients(params_of(pair.optimizer), seed=k, norm=2.0)
+        yield pair
+        pair.sync()
+        pair.step(0.6 + k)
+        pair.check_step()
+
+
+def run(pairs: Iterator[Pair]) -> Pair:
+    *_, last = pairs
+    return last
+
+
+def element_bytes(launches: list[Any]) -> int:
+    """All bytes of parameters, gradients and state that were moved."""
+    moved = column_bytes(launches).values()
+    return sum(size for by in moved for name, size in by.items() if name.split()[1] in "xgmv")
+
+
+@EVERY
+@each_architecture
+def test_every_rule(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
+    run(steps(algorithm, random_columns(SHAPES)))
+    assert {launched.kernel for launched in gpu.launches} == (
+        {"apply"} if algorithm.coordinate else {"reduce", "apply"}
+    )
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_every_rule_in_low_precision(
+    algorithm: Algorithm, dtype: torch.dtype, gpu: SimulatedGPU
+) -> None:
+    run(steps(algorithm, random_columns(SHAPES, dtype), max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("algorithm", [NGNM, NGNMDv1W, NGNMDv2], ids=str)
+def test_mixed_types_share_one_denominator(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
+    columns = [
+        random_columns([[(300,), (5,)]], dtype, seed=i)[0] for i, dtype in enumerate(DTYPES[:2])
+    ]
+    run(steps(algorithm, columns, max_grad_norm=0.5))
+
+
+@EVERY
+def test_amp_and_clipping(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
+    optimizer = algorithm.build(random_columns(SHAPES), backend="triton", max_grad_norm=0.7)
+    pair = Pair(algorithm, optimizer, max_grad_norm=0.7)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(512.0), torch.tensor(0.0)
+    random_gradients(params_of(optimizer), seed=0, norm=1024.0)
+    pair.step(1.5, grad_scale=512.0)
+    pair.check_step()
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bytes(algorithm: Algorithm, dtype: torch.dtype, gpu: SimulatedGPU) -> None:
+    """Exactly the traffic of the design's table, and vectors all the way."""
+    sizes = (8192, 4096)
+    run(steps(algorithm, random_columns([[(n,)] for n in sizes], dtype), count=1))
+    width = {"x": dtype.itemsize, "g": dtype.itemsize, "m": 4, "v": 4}
+    reduced, read, written = WORDS[str(algorithm)]
+    n = sum(sizes)
+    moved = column_bytes(gpu.launches)
+    for column in "xgmv":
+        wanted = n * width[column]
+        assert moved["apply"][f"read {column}"] == wanted * (column in read)
+        assert moved["apply"][f"written {column}"] == wanted * (column in written)
+        if reduced:
+            assert moved["reduce"][f"read {column}"] == wanted * (column in reduced)
+            assert moved["reduce"][f"written {column}"] == 0
+    if dtype == torch.float32:
+        assert element_bytes(gpu.launches) == 4 * n * TOTAL[str(algorithm)]
+    for launched in gpu.launches:
+        for sectors, size in (
+            (launched.traffic.read_sectors, launched.traffic.read),
+            (launched.traffic.written_sectors, launched.traffic.written),
+        ):
+            for name in size:
+                if name.rstrip("0123456789") in "xgmv":
+                    assert 32 * sectors[name] == size[name], f"{name} is not read in whole sectors"
+
+
+@EVERY
+def test_bytes_of_clipping(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
+    """One word more where the norm must come first, none where the reduce gives it anyway."""
+    n = 4096
+    columns = random_columns([[(n // 2,)], [(n // 2,)]])
+    run(steps(algorithm, columns, count=1, max_grad_norm=0.1))
+    extra = algorithm.coordinate or algorithm.rms
+    assert element_bytes(gpu.launches) == 4 * n * (TOTAL[str(algorithm)] + extra)
+    assert len(gpu.launches) == (1 if algorithm.coordinate else 2) + extra
+
+
+def misaligned(values: Tensor, elements: int) -> Tensor:
+    """The same values at an address that many elements past an aligned one."""
+    buffer = torch.full((values.numel() + 64,), float("nan"), dtype=values.dtype)
+    offset = elements + (-buffer.data_ptr() // values.element_size()) % (
+        16 // values.element_size()
+    )
+    view = buffer[offset : offset + values.numel()]
+    return view.copy_(values)
+
+
+@EVERY
+@pytest.mark.parametrize("column", ["x", "g", "state"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_unaligned_views(
+    algorithm: Algorithm, column: str, dtype: torch.dtype, gpu: SimulatedGPU
+) -> None:
+    """One column at an odd address: no fault, the same bytes, and still whole sectors of it."""
+    n = 2051
+    values = 0.1 * torch.randn(n)
+    p = Parameter(misaligned(values.to(dtype), 1 if column == "x" else 0))
+    optimizer = algorithm.simple([p], backend="triton")
+    pair = Pair(algorithm, optimizer)
+    for _ in range(2):
+        p.grad = misaligned(torch.randn(n).to(dtype) / n**0.5, 3 if column == "g" else 0)
+        for key in {"momentum_buffer", "exp_avg_sq"} & set(optimizer.state[p]):
+            if column == "state":
+                optimizer.state[p][key] = misaligned(optimizer.state[p][key], 2)
+        pair.sync()
+        gpu.launches.clear()
+        pair.step(1.0)
+        pair.check_step()
+    moved = column_bytes(gpu.launches)
+    assert moved["apply"]["written x"] == n * dtype.itemsize
+    apply = gpu.launches[-1].traffic
+    # A warp reads 32 neighbours at once, whatever the first address: at most one sector too many.
+    assert 32 * apply.written_sectors["x0"] <= 2 * n * dtype.itemsize
+
+
+@EVERY
+def test_any_order_of_blocks_gives_the_same_bits(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
+    def result(order: str, seed: int) -> Any:
+        gpu.order, gpu.seed = order, seed
+        optimizer = algorithm.build(
+            random_columns([[(2100,), (5,)], [(4096,)]]), backend="triton", max_grad_norm=1.0
+        )
+        for k in range(2):
+            random_gradients(params_of(optimizer), seed=k)
+            optimizer.step(loss=0.5)
+        plan = optimizer._plan
+        return snapshot(optimizer), bits(plan.sums[0]), bits(plan.home.scalars)
+
+    expected = result("sequential", 0)
+    for order, seed in ORDERS:
+        assert result(order, seed) == expected, f"{order} {seed}"
+
+
+@pytest.mark.parametrize("algorithm", [NGNM, NGNMDv1, NGNMDv1W], ids=str)
+def test_rows_may_be_reduced_one_by_one(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
+    """In any order, as their gradients come: the sums appear with the last, and have the same bits."""
+    columns = random_columns([[(2100,), (7,)], [(0,), (4096,)]])
+    optimizer = algorithm.build(columns, backend="triton")
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    (bucket,) = optimizer._plan.buckets
+    rule = optimizer.rule.reductions(clipping=False)[0]
+    bucket.backend.reduce(bucket, rule)
+    whole = bucket.sums.clone()
+    bucket.sums.fill_(float("nan"))
+    for row in (3, 1, 2, 0):
+        assert bucket.sums.isnan().any()
+        bucket.backend.reduce(bucket, rule, rows=range(row, row + 1))
+    written = slice(0, 2 if rule.rms else 3)
+    assert bits(bucket.sums[:, written]) == bits(whole[:, written])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@EVERY
+def test_a_bad_gradient(algorithm: Algorithm, bad: float, gpu: SimulatedGPU) -> None:
+    """Scalar rules skip the whole step; coordinate rules keep that element and count the step."""
+    columns = random_columns([[(2100,)], [(5,)]])
+    optimizer = algorithm.build(columns, backend="triton")
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    before = snapshot(optimizer)
+    random_gradients(params_of(optimizer), seed=1)
+    columns[0][0].grad[2099] = bad  # type: ignore[index]
+    gpu.launches.clear()
+    with pytest.warns(ngn_warning()):
+        optimizer.step(loss=1.0)
+    assert int(optimizer.skipped_steps) == 1
+    count = optimizer.state[columns[0][0]]["step"]
+    if algorithm.coordinate:
+        assert int(count) == 2
+        assert bits(columns[0][0][2099:]) == before[0][0][-4:]
+        assert bits(columns[0][0][:2099]) != before[0][0][:-4]
+    else:
+        assert int(count) == 1
+        assert snapshot(optimizer) == before
+        moved = column_bytes(gpu.launches)["apply"]
+        assert not any(moved[f"{kind} {c}"] for kind in ("read", "written") for c in "xgmv")
+
+
+def ngn_warning() -> type[Warning]:
+    from ngn_kernels import SkippedStepWarning
+
+    return SkippedStepWarning
+
+
+def test_overflow_of_the_storage_type(gpu: SimulatedGPU) -> None:
+    """6e4 + 1e4 does not fit float16: that element keeps its values, its neighbours move."""
+    p = Parameter(torch.tensor([6e4, 1.0, -6e4], dtype=torch.float16))
+    optimizer = ALGORITHMS[0].cls([p], lr=1e4, backend="triton")
+    p.grad = torch.tensor([-1.0, -1.0, 0.0], dtype=torch.float16)
+    with pytest.warns(ngn_warning()):
+        optimizer.step(loss=1e12)
+    assert p.tolist()[0] == 6e4 and p.tolist()[2] == -6e4
+    assert p.tolist()[1] == pytest.approx(1e4, rel=1e-3)
+
+
+def test_a_second_step_compiles_nothing(gpu: SimulatedGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new lr, new gradients and a new loss reach the kernel that is already there."""
+    optimizer = NGNMDv1.build(random_columns(SHAPES), backend="triton")
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    kernels = backends._load("triton").kernels  # type: ignore[union-attr]
+    for kernel in (kernels.reduce, kernels.apply):
+        monkeypatch.setattr(kernel, "run", lambda *a, **k: pytest.fail("bound and looked up again"))
+    optimizer.param_groups[0]["lr"] = 0.123
+    random_gradients(params_of(optimizer), seed=1)
+    pair = Pair(NGNMDv1, optimizer)
+    pair.step(7.0)
+    pair.check_step()
