@@ -38,7 +38,6 @@ options = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.essential
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 @given(
     groups=groups,
