@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "tables.h"
@@ -22,17 +23,21 @@ namespace ngn {
 // One inline namespace per instruction set: the linker must not swap one's functions for another's.
 inline namespace NGN_ISA {
 
-// What every element of a chunk shares, in the type the chunk is computed in.
+// What every element of a chunk shares, in the type the chunk is computed in. The bias correction of v
+// and the scale of the gradient come in here, once, and not with every element: with b = sqrt(1 - beta2^t)
+// and gradients that are s g / grad_scale of what is stored, D = (eps b + sqrt(v)) / b.
 template <typename T>
 struct Coefficients {
-  T gradient_scale;          // s / grad_scale
-  T beta1, beta2, one_minus_beta2, eps;
-  T inverse_bias;            // 1 / (1 - beta2^t)
-  T step;                    // (1 - beta1) gamma, scalar rules
-  T lr, two_h, numerator;    // (1 - beta1) 2h c, coordinate rules
-  T decay;                   // lambda c, or lambda a
-  T x_limit;                 // the smallest magnitude that the storage of x, or of m, rounds to infinity
-  T state_limit;             // the same of v
+  T beta1, beta2;
+  T moment;       // (1 - beta2), times the scale squared
+  T eps;          // eps b
+  T step;         // (1 - beta1) gamma b; for coordinate rules (1 - beta1) c b; times the scale
+  T curvature;    // c b / 2h, times the scale squared; coordinate rules
+  T decay;        // lambda c, or lambda a
+  T x_limit;      // the smallest magnitude that the storage of x, or of m, rounds to infinity
+  T state_limit;  // the same of v
+  double weight;     // of g^2 / (eps b + sqrt(v)) in Q, without the group's a
+  double alignment;  // of g x in W, without the group's c lambda
 };
 
 struct Shrink {
@@ -84,21 +89,24 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
                                            double height, double grad_scale, double clip, double rho,
                                            T x_limit, T state_limit) {
   const double a = effective_lr(rule, group);
-  const double bias = 1 - std::pow(group.beta2, step_count);
+  const double bias = rule.rms ? std::sqrt(1 - std::pow(group.beta2, step_count)) : 1.0;
+  const double scale = clip / grad_scale;
+  // gamma = c / (D + c g^2 / 2h), which is 0 at h = 0, whatever g is.
+  const double gamma = rule.coordinate ? (height > 0 ? group.lr : 0.0) : a * rho;
+  const double curvature = height > 0 ? group.lr * bias * scale * scale / (2 * height) : 0.0;
+  constexpr double largest = std::numeric_limits<T>::max();
   Coefficients<T> k;
-  k.gradient_scale = static_cast<T>(clip / grad_scale);
   k.beta1 = static_cast<T>(group.beta1);
   k.beta2 = static_cast<T>(group.beta2);
-  k.one_minus_beta2 = static_cast<T>(1 - group.beta2);
-  k.eps = static_cast<T>(group.eps);
-  k.inverse_bias = static_cast<T>(1 / bias);
-  k.step = static_cast<T>((1 - group.beta1) * a * rho);
-  k.lr = static_cast<T>(group.lr);
-  k.two_h = static_cast<T>(2 * height);
-  k.numerator = static_cast<T>((1 - group.beta1) * 2 * height * group.lr);
+  k.moment = static_cast<T>((1 - group.beta2) * scale * scale);
+  k.eps = static_cast<T>(group.eps * bias);
+  k.step = static_cast<T>((1 - group.beta1) * gamma * bias * scale);
+  k.curvature = static_cast<T>(curvature < largest ? curvature : largest);
   k.decay = static_cast<T>(group.weight_decay * a);
   k.x_limit = x_limit < state_limit ? x_limit : state_limit;
   k.state_limit = state_limit;
+  k.weight = scale * scale * bias;
+  k.alignment = scale;
   return k;
 }
 
@@ -117,18 +125,17 @@ NGN_HD inline V root(V value) {
 // v <- beta2 v + (1 - beta2) g^2
 template <typename V, typename T>
 NGN_HD inline V second_moment(V v, V g, const Coefficients<T>& k) {
-  return k.beta2 * v + k.one_minus_beta2 * (g * g);
+  return k.beta2 * v + k.moment * (g * g);
 }
 
-// D = eps + sqrt(v / (1 - beta2^t))
+// D, times b
 template <typename V, typename T>
 NGN_HD inline V preconditioner(V v, const Coefficients<T>& k) {
-  return k.eps + root(v * k.inverse_bias);
+  return k.eps + root(v);
 }
 
 template <bool RMS, bool REGULARISED, typename V, typename T>
 NGN_HD inline void contribute(V x, V v, V g, const Coefficients<T>& k, V& weighted, V& alignment) {
-  g *= k.gradient_scale;
   if constexpr (RMS) {
     weighted += g * g / preconditioner(second_moment(v, g, k), k);
   } else {
@@ -160,19 +167,13 @@ struct Element {
 template <bool MOMENTUM, bool COORDINATE, bool RMS, typename V, typename T>
 NGN_HD inline auto update(Element<V>& element, V g, const Coefficients<T>& k) {
   auto& [x, m, v] = element;
-  g *= k.gradient_scale;
   V d = V{} + T(1);
   if constexpr (RMS) {
     v = second_moment(v, g, k);
     d = preconditioner(v, k);
   }
-  V displacement;
-  if constexpr (COORDINATE) {
-    const V denominator = k.two_h * d + k.lr * (g * g);
-    displacement = denominator == T(0) ? V{} : k.numerator * g / denominator;
-  } else {
-    displacement = k.step * g / d;
-  }
+  if constexpr (COORDINATE) d += k.curvature * (g * g);
+  V displacement = k.step * g / d;
   displacement += k.decay * x;
   if constexpr (MOMENTUM) displacement += k.beta1 * m;
   m = displacement;

@@ -62,7 +62,8 @@ class Scan {
     }
     gradient_type_ = look(sample.ptr()).dtype;
     for (size_t i = 0; i < params_.size(); ++i) {
-      places_.push_back(place(params_[i].ptr()));
+      rows_.push_back({params_[i].ptr(), states_[i].ptr()});
+      places_.push_back(place(rows_[i].param));
       orders_.push_back(place(dense[i].ptr()));
       for (const py::handle key : keys_) {
         PyObject* value = state_value(i, key);
@@ -77,8 +78,8 @@ class Scan {
   // parameter's state, which is moved as a whole, only the last tensor is asked where it lies.
   bool moved() const {
     auto known = values_.begin();
-    for (size_t i = 0; i < params_.size(); ++i) {
-      if (!same_place(look(params_[i].ptr()), places_[i])) return true;
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      if (!same_place(look(rows_[i].param), places_[i])) return true;
       PyObject* value = nullptr;
       for (const py::handle key : keys_) {
         value = state_value(i, key);
@@ -91,13 +92,13 @@ class Scan {
 
   // Write the gradients' addresses, 0 for none; odd if one must be looked at more closely.
   Gradients gradients(py::array_t<int64_t, py::array::c_style> out) {
-    if (out.ndim() != 1 || static_cast<size_t>(out.shape(0)) != params_.size()) {
+    if (out.ndim() != 1 || static_cast<size_t>(out.shape(0)) != rows_.size()) {
       throw py::value_error("out must have one number per parameter");
     }
     int64_t* addresses = out.mutable_data();
     bool moved = false;
-    for (size_t i = 0; i < params_.size(); ++i) {
-      const py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(params_[i].ptr(), name_grad_.ptr()));
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      const py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(rows_[i].param, name_grad_.ptr()));
       if (!grad) throw py::error_already_set();
       int64_t address = 0;
       if (!grad.is_none()) {
@@ -109,7 +110,9 @@ class Scan {
         if (!(tensor.dtype == gradient_type_) || !same_order(tensor, orders_[i]) || is_negated(grad)) {
           return Gradients::odd;
         }
-        address = tensor.address() ? tensor.address() : 1;  // without elements, but a gradient
+        address = tensor.address();
+        if (!address && !is_empty(tensor)) return Gradients::odd;
+        if (!address) address = 1;  // without elements, but a gradient
       }
       moved |= addresses[i] != address;
       addresses[i] = address;
@@ -145,16 +148,21 @@ class Scan {
     return true;
   }
 
+  static bool is_empty(const dlpack::Tensor& t) {
+    for (int32_t d = 0; d < t.ndim; ++d) {
+      if (t.shape[d] == 0) return true;
+    }
+    return false;
+  }
+
   static bool same_place(const dlpack::Tensor& t, const Place& place) {
     return t.address() == place.address && t.dtype == place.dtype && same_order(t, place);
   }
 
   PyObject* state_value(size_t i, py::handle key) const {
-    PyObject* state = states_[i].ptr();
+    PyObject* state = rows_[i].state;
     return PyDict_Check(state) ? PyDict_GetItemWithError(state, key.ptr()) : nullptr;
   }
-
-  
 
   // torch's lazily negated tensors hold the negative of what DLPack shows.
   bool is_negated(const py::object& grad) const {
@@ -163,7 +171,12 @@ class Scan {
     return answer.ptr() != Py_False;
   }
 
-  py::list params_, states_;
+  struct Row {
+    PyObject *param, *state;
+  };
+
+  py::list params_, states_;  // keep the rows alive
+  std::vector<Row> rows_;
   py::tuple keys_;
   const dlpack::ExchangeApi* api_;
   dlpack::DataType gradient_type_{};

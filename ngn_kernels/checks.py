@@ -35,8 +35,7 @@ def read_loss(loss: Any) -> float | Tensor:
             )
         if loss.is_complex() or loss.dtype == torch.bool:
             raise TypeError(f"the loss is a {loss.dtype} tensor: it must be a real number")
-        loss = loss.detach().reshape(())
-        return float(loss) if loss.device.type == "cpu" else loss
+        return float(loss.item()) if loss.device.type == "cpu" else loss.detach().reshape(())
     if isinstance(loss, Real) and not isinstance(loss, bool):
         return float(loss)
     raise TypeError(
@@ -92,6 +91,11 @@ def check_param(param: Tensor, label: str) -> None:
         raise TypeError(f"{label} is a DTensor: sharded parameters are not supported yet")
     if param.layout != torch.strided:
         raise TypeError(f"{label} has layout {param.layout}: NGN optimizers take dense parameters")
+    if _lacks_memory(param):
+        raise TypeError(
+            f"{label} has no memory (a meta tensor, a wrapper class, or freed storage): "
+            "give it its values before the step"
+        )
     if param.grad is not None:
         check_gradient(param.grad, label)
 
@@ -102,6 +106,15 @@ def check_gradient(grad: Tensor, label: str) -> None:
             f"{label} has a gradient of layout {grad.layout}; NGN optimizers take dense gradients: "
             "use sparse=False in the layer, or param.grad = param.grad.to_dense()"
         )
+    if _lacks_memory(grad) and not grad._is_zerotensor():
+        raise TypeError(
+            f"{label} has a gradient without memory (a wrapper class, or freed storage): "
+            "make it an ordinary tensor before the step"
+        )
+
+
+def _lacks_memory(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.data_ptr() == 0
 
 
 def check_overlap(params: list[tuple[Tensor, str]]) -> None:

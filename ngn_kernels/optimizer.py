@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from .backends import check_backend, select_backend
 from .checks import check_group, check_overlap, check_param, read_loss, require, wide
@@ -128,9 +130,7 @@ class NGNOptimizer(Optimizer):
         """The point of the grid; momentum is on once any group has had some."""
         rule = RULES[self.defaults["algorithm"]]
         if not self._momentum:
-            self._momentum = any(_betas(group)[0] > 0 for group in self.param_groups) or any(
-                "momentum_buffer" in state for state in self.state.values()
-            )
+            self._momentum = any(_betas(group)[0] > 0 for group in self.param_groups)
         return rule.with_momentum(self._momentum)
 
     def _hypers(self) -> tuple[list[Hyper], dict[int, Tensor]]:
@@ -194,7 +194,6 @@ class NGNOptimizer(Optimizer):
 
     # The step
 
-    @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, loss: float | Tensor | None = None
     ) -> Any:
@@ -207,6 +206,34 @@ class NGNOptimizer(Optimizer):
         Returns:
             The loss as it was given.
         """
+        # torch would wrap every step() for hooks and profilers, at half the cost of a small step.
+        observed = (
+            torch.autograd._profiler_enabled()
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        )
+        # A step() of a subclass has been wrapped already.
+        if observed and type(self).step is NGNOptimizer.step:
+            return _observed_step(self, closure, loss=loss)
+        return self._step(closure, loss=loss)
+
+    step.hooked = True  # type: ignore[attr-defined]  # tells torch not to wrap it
+
+    def _step(
+        self, closure: Callable[[], Any] | None = None, *, loss: float | Tensor | None = None
+    ) -> Any:
+        grad_mode = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            return self._step_without_grad(closure, loss)
+        finally:
+            torch.set_grad_enabled(grad_mode)
+
+    def _step_without_grad(
+        self, closure: Callable[[], Any] | None, loss: float | Tensor | None
+    ) -> Any:
         given, value = self._find_loss(closure, loss)
         if value is None:
             # torch.distributed.checkpoint makes optimizers create their state this way.
@@ -249,9 +276,8 @@ class NGNOptimizer(Optimizer):
 
     def _tell(self, reason: Reason) -> None:
         if reason is not Reason.NONE:
-            warnings.warn(
-                f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning, stacklevel=5
-            )
+            message = f"{type(self).__name__}: {WARNINGS[reason]}"
+            warnings.warn(message, SkippedStepWarning, stacklevel=_level_of_the_caller())
 
     def _current_plan(self) -> Plan | None:
         """The plan with this step's gradients, built anew if anything else has moved."""
@@ -355,7 +381,7 @@ class NGNOptimizer(Optimizer):
         if "backend" in state:  # unpickled or copied, not merely loaded
             self._forget()
         self._plan = None
-        self._momentum = False
+        self._momentum = any("momentum_buffer" in held for held in self.state.values())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, on any backend and device.
@@ -390,6 +416,17 @@ class NGNOptimizer(Optimizer):
         self.__setstate__({"state": state, "param_groups": groups})
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
+
+
+_observed_step = Optimizer.profile_hook_step(NGNOptimizer._step)
+
+
+def _level_of_the_caller() -> int:
+    """How many frames above this function's caller the first one outside torch and this package is."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("ngn_kernels", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:

@@ -51,6 +51,7 @@ class Board:
         self.groups = torch.zeros(0, 5, dtype=self.wide, device=device)
         self.on_host = device.type == "cpu"
         self._host_scalars = self.scalars.numpy() if self.on_host else None
+        self._host_report = self.report.numpy() if self.on_host else None
         self._known: dict[int, float] = {}
         self._hypers: list[Hyper] | None = None
         self._seen = 0
@@ -85,13 +86,13 @@ class Board:
 
     def news(self) -> Reason:
         """The reason of a skipped step not yet told; from a GPU it arrives some steps late."""
-        if self.on_host:
-            return self._read(self.report)
+        if self._host_report is not None:
+            return self._read(self._host_report)
         if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return Reason.NONE
         if self._in_flight is not None and not self._in_flight[1].query():
             return Reason.NONE
-        reason = Reason.NONE if self._in_flight is None else self._read(self._in_flight[0])
+        reason = Reason.NONE if self._in_flight is None else self._read(self._in_flight[0].tolist())
         if self._in_flight is None:
             host = torch.empty(3, dtype=torch.int64, pin_memory=True)
             self._in_flight = (host, torch.cuda.Event())
@@ -100,12 +101,11 @@ class Board:
         event.record()
         return reason
 
-    def _read(self, report: Tensor) -> Reason:
-        _, skipped, last_reason = report.tolist()
-        if skipped == self._seen:
+    def _read(self, report: np.ndarray | list[int]) -> Reason:
+        if report[SKIPPED] == self._seen:
             return Reason.NONE
-        self._seen = skipped
-        return Reason(last_reason)
+        self._seen = int(report[SKIPPED])
+        return Reason(report[LAST_REASON])
 
 
 class Row:
@@ -158,7 +158,9 @@ class Row:
         return self.relaid.data_ptr() or EMPTY
 
     def _is_plain(self, grad: Tensor) -> bool:
-        return same_order(grad, self.dense) and not grad.is_conj() and not grad.is_neg()
+        """Whether the gradient's values lie in its memory, in the order of the parameter's."""
+        lazy = grad.is_conj() or grad.is_neg() or grad._is_zerotensor()
+        return same_order(grad, self.dense) and not lazy
 
 
 class BucketKey(NamedTuple):
@@ -218,7 +220,7 @@ class Bucket:
 
     def active_params(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
-        if self.table[G].all():
+        if np.count_nonzero(self.table[G]) == len(self._params):
             return self._params
         return [self._params[i] for i in self.table[G].nonzero()[0]]
 

@@ -20,7 +20,8 @@ class Scan(Protocol):
     def refresh(self, pointers: np.ndarray) -> bool | None:
         """Write the gradients' addresses, 0 for none; whether any is new.
 
-        None if a gradient needs a closer look: another element type or memory order, or sparse.
+        None if a gradient needs a closer look: of another element type or memory order, sparse,
+        or without memory.
         """
 
 
@@ -106,6 +107,7 @@ class PythonScan:
                 and grad.layout == torch.strided
                 and not grad.is_neg()
                 and same_order(grad, dense)
+                and (grad.data_ptr() or not grad.numel())
             ):
                 found.append(grad.data_ptr() or EMPTY)
             else:

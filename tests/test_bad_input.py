@@ -254,6 +254,66 @@ def test_sparse_gradient_without_names(backend: str) -> None:
     assert "sparse" in str(caught.value) and "group" in str(caught.value)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor that has a shape but no memory."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, shape)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def freed(shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = torch.ones(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("make", [Wrapper, freed])
+def test_gradient_without_memory(make: Any, backend: str) -> None:
+    """At the first step and at a later one."""
+    for steps in (0, 1):
+        optimizer = good(NGNMDv1, backend)
+        for _ in range(steps):
+            optimizer.step(loss=1.0)
+        before = snapshot(optimizer)
+        p = params_of(optimizer)[1]
+        p.grad = make(tuple(p.shape))
+        with pytest.raises(TypeError, match="gradient without memory"):
+            optimizer.step(loss=1.0)
+        assert_unchanged(optimizer, before)
+
+
+def test_parameter_without_memory(backend: str) -> None:
+    optimizer = good(NGNMDv1, backend)
+    optimizer.step(loss=1.0)
+    p = params_of(optimizer)[1]
+    p.untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match="no memory"):
+        optimizer.step(loss=1.0)
+
+
+def negated(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch._neg_view(torch.ones(shape))
+
+
+@pytest.mark.parametrize("lazy", [torch._efficientzerotensor, negated])
+def test_gradient_with_lazy_values(lazy: Any, backend: str) -> None:
+    """torch's zeros without memory and its lazily negated tensors count as what they show."""
+    optimizer, plain = good(NGNMDv1, backend), good(NGNMDv1, backend)
+    for opt, make in ((optimizer, lazy), (plain, lambda shape: lazy(shape).clone())):
+        opt.step(loss=1.0)
+        p = params_of(opt)[1]
+        p.grad = make(tuple(p.shape))
+        opt.step(loss=1.0)
+    assert snapshot(optimizer) == snapshot(plain)
+
+
 def of_another_algorithm(backend: str) -> dict[str, Any]:
     return good(NGNMDv2, backend).state_dict()
 

@@ -128,10 +128,44 @@ def test_step_hooks(backend: str) -> None:
     finally:
         for handle in handles:
             handle.remove()
-    assert sorted(calls) == ["after", "before", "global after", "global before"]
+    assert calls == ["global before", "before", "after", "global after"]
     plain = fresh(NGNMDv1, backend)
     plain.step(loss=2.0)
     assert snapshot(optimizer) == snapshot(plain)
+
+
+def test_step_hooks_of_a_subclass(backend: str) -> None:
+    """Once per step also where a subclass has a step() of its own, which torch wraps."""
+
+    class Counting(NGNMDv1.cls):  # type: ignore[misc]
+        def step(self, closure: Any = None, *, loss: Any = None) -> Any:
+            return super().step(closure, loss=loss)
+
+    params = random_columns([[(3,)]])[0]
+    optimizer = Counting(params, backend=backend)
+    random_gradients(params, seed=0)
+    calls: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step(loss=1.0)
+    assert calls == ["after"]
+
+
+def test_profilers_see_the_step(backend: str) -> None:
+    optimizer = fresh(NGNMDv1, backend)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step(loss=1.0)
+    assert "Optimizer.step#NGNMDv1.step" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_leaves_grad_mode_as_it_was(enabled: bool, backend: str) -> None:
+    optimizer = fresh(NGNMDv1, backend)
+    with torch.set_grad_enabled(enabled):
+        optimizer.step(loss=1.0)
+        assert torch.is_grad_enabled() == enabled
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        assert torch.is_grad_enabled() == enabled
 
 
 @EVERY
