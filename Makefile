@@ -6,13 +6,14 @@ CREATED := $(VENV)/.created
 BUILT := $(VENV)/.built
 SOURCES := $(wildcard csrc/*) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-triton test-ptx lint types bench bench-suite readme readme-check sanitize aarch64 package clean
+.PHONY: help test test-triton test-ptx test-gpu lint types bench bench-suite readme readme-check sanitize aarch64 package clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
 	@echo "make bench        build, then the step benchmark against AdamW (about 90 s)"
 	@echo "make test-triton  the GPU kernels in Triton's interpreter"
-	@echo "make test-ptx     the compiled GPU kernels in a simulator (minutes)"
+	@echo "make test-ptx     the compiled GPU kernels in a simulator"
+	@echo "make test-gpu     the GPU kernels on a GPU"
 	@echo "make lint types   ruff and mypy"
 	@echo "make bench-suite  the pytest-benchmark suite"
 	@echo "make readme       README's table and picture from bench/results"
@@ -29,6 +30,9 @@ test-ptx: $(BUILT)
 
 test-triton: $(BUILT)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/test_conformance.py tests/test_atomic.py --backend triton -m essential
+
+test-gpu: $(BUILT)
+	$(BIN)/python -m pytest -q tests/test_gpu.py
 
 lint: $(BUILT)
 	$(BIN)/ruff check .

@@ -217,7 +217,7 @@ def _add_roofline(commands: Any) -> None:
     parser = commands.add_parser(
         "roofline",
         help="measure memory bandwidth, and each rule's shortest step from it",
-        description="Measure read, copy and triad bandwidth over array sizes, and derive the "
+        description="Measure read, copy, triad and update bandwidth over array sizes, and derive the "
         "shortest step that the memory allows for each rule.",
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")

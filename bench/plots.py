@@ -102,7 +102,7 @@ def _step_legend(record: dict[str, Any], panels: Sequence[Sequence[dict[str, Any
         Patch(color=PALE, label="others"),
     ]
     if any(not _in_cache(rows[0], record) for rows in panels):
-        label = "the rule's bytes at copy speed"
+        label = "the rule's bytes at memory speed"
         handles.append(Line2D([], [], color=INK, marker="|", ls="", ms=9, mew=1.8, label=label))
     return handles
 
@@ -112,7 +112,7 @@ def _ratio_panel(
 ) -> None:
     """One workload: bars by ratio, with ratio and time at the right."""
     baseline = next(row["time"]["median"] for row in rows if row["contender"] == BASELINE)
-    speed = record["copy_bandwidth"].get(rows[0]["workload"])
+    speed = record["memory_bandwidth"].get(rows[0]["workload"])
     for position, row in enumerate(rows):
         axes.barh(position, row["ratio"] - 1, left=1, height=0.7, color=_bar_colour(row))
         if speed and not _in_cache(row, record):
@@ -199,7 +199,7 @@ def plot_roofline(record: dict[str, Any], path: Path) -> None:
     """Bandwidth over array size, and each rule's shortest step."""
     figure = _figure(11.5, 4.4)
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1, 1.15]})
-    colours = {"read": FASTER, "copy": INK, "triad": SLOWER}
+    colours = {"read": FASTER, "copy": INK, "triad": SLOWER, "update": MUTED}
     for kernel, colour in colours.items():
         points = [(p["bytes"], p[kernel] / 1e9) for p in record["sweep"] if kernel in p]
         left.plot(*zip(*points, strict=True), "o-", color=colour, lw=1.6, ms=3.5, label=kernel)

@@ -31,9 +31,9 @@ def benchmark_section(record: dict[str, Any], picture: str) -> str:
     parts = [f"![Time of one optimizer step against fused AdamW]({picture})\n"]
     for workload in workload_names(record):
         rows = rows_of(record, workload)
-        speed = record["copy_bandwidth"].get(workload)
-        copied = f"; copy bandwidth {speed / 1e9:.1f} GB/s" if speed else ""
-        parts.append(f"**{workload_title(rows[0])}, {rows[0]['dtype']}**{copied}\n")
+        speed = record["memory_bandwidth"].get(workload)
+        measured = f"; memory bandwidth {speed / 1e9:.1f} GB/s" if speed else ""
+        parts.append(f"**{workload_title(rows[0])}, {rows[0]['dtype']}**{measured}\n")
         parts.append(markdown_table(_table(rows)))
     command = shlex.join(record["command"])
     parts.append(f"{machine_line(record['environment'])}. Measured with `{command}`.\n")
@@ -46,7 +46,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         Column("time per step"),
         Column("vs fused AdamW"),
         Column("GB/s"),
-        Column("of copy bandwidth"),
+        Column("of memory bandwidth"),
         Column("bytes per parameter"),
         Column("state"),
         Column("extra memory"),

@@ -15,7 +15,7 @@ from .measure import Clock, Lane, make_clock, measure, summarise
 from .report import Column, Table, size
 from .traffic import PASSES
 
-KERNELS = ("read", "copy", "triad")
+KERNELS = ("read", "copy", "triad", "update")
 
 
 def large_elements(device: torch.device) -> int:
@@ -29,13 +29,18 @@ def large_elements(device: torch.device) -> int:
 def bandwidth_lanes(
     elements: int, device: torch.device, kernels: Sequence[str] = KERNELS
 ) -> tuple[list[Lane], dict[str, int]]:
-    """Lanes that read, copy, or compute a = b + s·c, and the bytes that a run of each moves."""
+    """Lanes that read, copy, compute a = b + s·c or a = s·a, and the bytes that each moves.
+
+    Optimizers update in place, so that `update` is their measure of the memory: the others also
+    fetch, on most CPUs, the lines that they overwrite.
+    """
     a, b = (torch.ones(elements, device=device) for _ in range(2))
     c = torch.ones(elements, device=device) if "triad" in kernels else b
     runs: dict[str, tuple[Callable[[], Tensor], int]] = {
         "read": (lambda: torch.sum(b), 1),
         "copy": (lambda: a.copy_(b), 2),
         "triad": (lambda: torch.add(b, c, alpha=3.0, out=a), 3),
+        "update": (lambda: a.mul_(1.0), 2),
     }
     lanes = [Lane(name, runs[name][0]) for name in kernels]
     return lanes, {name: runs[name][1] * 4 * elements for name in kernels}
@@ -70,13 +75,14 @@ class Floor:
 
 
 def floors(bandwidth: dict[str, float], dtype: torch.dtype) -> list[Floor]:
-    """Each rule's floor: its reduce pass at reading speed, its apply pass at copying speed."""
+    """Each rule's floor: all of its bytes at the best speed that was measured."""
+    best = max(bandwidth[kernel] for kernel in KERNELS)
     return [
         Floor(
             rule,
             passes.floor_bytes(dtype),
-            passes.reduce_bytes(dtype) / bandwidth["read"],
-            passes.apply_bytes(dtype) / bandwidth["copy"],
+            passes.reduce_bytes(dtype) / best,
+            passes.apply_bytes(dtype) / best,
         )
         for rule, passes in PASSES.items()
     ]
@@ -156,8 +162,8 @@ def roofline_tables(record: dict[str, Any]) -> list[Table]:
             ]
         )
     caption = (
-        "The reduce pass at reading speed, the apply pass at copying speed, both of the largest "
-        "arrays: no step of a model that fits no cache can be much shorter."
+        "ns per parameter: the rule's bytes at the best speed measured on the largest arrays. No "
+        "step of a model that fits no cache can be much shorter."
     )
     tables.append(Table(f"Shortest step, {record['dtype']}", columns, cells, caption))
     return tables

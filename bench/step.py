@@ -29,7 +29,6 @@ DTYPES = {
     "float64": torch.float64,
 }
 LOSS = 2.5
-COPY = "copy bandwidth"
 COUNTED_ELEMENTS = 2**16
 SLOW_REFERENCE_PARAMETERS = 16_000_000
 LARGE_PARAMETERS = 4_000_000
@@ -77,17 +76,17 @@ class Row:
 
 @dataclass
 class StepResult:
-    """Rows in the order of the table, with the copy bandwidth measured among them."""
+    """Rows in the order of the table, with the memory bandwidth measured among them."""
 
     rows: list[Row] = field(default_factory=list)
-    copy_bandwidth: dict[str, float] = field(default_factory=dict)
+    memory_bandwidth: dict[str, float] = field(default_factory=dict)
     not_run: dict[str, dict[str, str]] = field(default_factory=dict)
     interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return {
             "rows": [row.as_json() for row in self.rows],
-            "copy_bandwidth": self.copy_bandwidth,
+            "memory_bandwidth": self.memory_bandwidth,
             "not_run": self.not_run,
             "interrupted": self.interrupted,
         }
@@ -210,12 +209,12 @@ def _run_workload(
             continue
         lanes.append(lane)
 
-    copies, moved = roofline.bandwidth_lanes(
-        roofline.large_elements(settings.device), settings.device, ["copy"]
+    updates, moved = roofline.bandwidth_lanes(
+        roofline.large_elements(settings.device), settings.device, ["update"]
     )
-    completed = measure([*lanes, *copies], clock, seconds, progress)
+    completed = measure([*lanes, *updates], clock, seconds, progress)
     result.interrupted = not completed
-    _fill_in(rows, lanes, copies[0], moved["copy"], workload, result)
+    _fill_in(rows, lanes, updates[0], moved["update"], workload, result)
     result.rows += rows
 
 
@@ -303,18 +302,18 @@ def _state_bytes(optimizer: Optimizer) -> int:
 def _fill_in(
     rows: Iterable[Row],
     lanes: Sequence[Lane],
-    copy: Lane,
-    copy_bytes: int,
+    update: Lane,
+    update_bytes: int,
     workload: Workload,
     result: StepResult,
 ) -> None:
-    """Times, and ratios to the baseline and to the copy bandwidth of the same run."""
+    """Times, and ratios to the baseline and to the memory bandwidth of the same run."""
     summaries = {lane.name: summarise(lane) for lane in lanes}
     failures = {lane.name: lane.failure for lane in lanes if lane.failure}
-    copied = summarise(copy)
-    speed = copy_bytes / copied.busy if copied else None
+    updated = summarise(update)
+    speed = update_bytes / updated.busy if updated else None
     if speed is not None:
-        result.copy_bandwidth[workload.name] = speed
+        result.memory_bandwidth[workload.name] = speed
     by_name = {row.contender: row for row in rows}
     for row in by_name.values():
         row.time = summaries.get(row.label)

@@ -16,7 +16,7 @@ COLUMNS = (
     Column("±"),
     Column("vs AdamW"),
     Column("GB/s"),
-    Column("of copy"),
+    Column("of memory"),
     Column("B/param"),
     Column("floor"),
     Column("state"),
@@ -26,8 +26,8 @@ COLUMNS = (
 CAPTION = (
     "time/step: median of whole step() calls, contenders in turns; ±: half the distance between "
     "the quartiles. vs AdamW: ratio to torch's fused AdamW. GB/s counts the bytes that the rule "
-    "must move (floor, per parameter); over 100 % of the copy bandwidth means that the work stayed "
-    "in the cache. B/param: bytes that the code moves. extra: most memory held during the step "
+    "must move (floor, per parameter). of memory: its share of the speed of an update in place, "
+    "a = s·a, of arrays that fit no cache; over 100 %, much stayed in a cache. B/param: bytes that the code moves. extra: most memory held during the step "
     "beyond parameters, gradients and state."
 )
 
@@ -67,8 +67,8 @@ def step_tables(record: dict[str, Any]) -> list[Table]:
     for workload in workload_names(record):
         rows = rows_of(record, workload)
         title = f"{workload_title(rows[0])}, {rows[0]['dtype']} on {rows[0]['device']}"
-        if speed := record["copy_bandwidth"].get(workload):
-            title += f"; copy bandwidth {speed / 1e9:.1f} GB/s"
+        if speed := record["memory_bandwidth"].get(workload):
+            title += f"; memory bandwidth {speed / 1e9:.1f} GB/s"
         cells = [_cells(row, device_time) for row in rows]
         bold = next((i for i, row in enumerate(rows) if row["contender"] == BASELINE), None)
         tables.append(Table(title, columns, cells, bold=bold))
@@ -163,7 +163,7 @@ def slower_lines(record: dict[str, Any], rule: str = "ngnmdv1") -> list[str]:
         if fused["share"] is not None:
             lines.append(
                 f"{workload}: {fused['label']} moves {fused['bandwidth'] / 1e9:.1f} GB/s, "
-                f"{fused['share']:.0%} of the copy bandwidth measured beside it"
+                f"{fused['share']:.0%} of the memory bandwidth measured beside it"
             )
         for row in rows.values():
             if CONTENDERS[row["contender"]].unfused:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections.abc import Callable
 from numbers import Real
 from typing import Any
@@ -82,6 +84,14 @@ def require(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) ->
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not holds(value):
         raise ValueError(f"{name}={value!r}: must be {wanted}")
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the first line outside this package and torch: the caller's own."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("ngn_kernels", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def check_param(param: Tensor, label: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from .backends import check_backend, select_backend
-from .checks import check_group, check_overlap, check_param, read_loss, require, wide
+from .checks import check_group, check_overlap, check_param, read_loss, require, warn, wide
 from .plan import (
     FOUND_INF,
     GRAD_SCALE,
@@ -276,8 +274,7 @@ class NGNOptimizer(Optimizer):
 
     def _tell(self, reason: Reason) -> None:
         if reason is not Reason.NONE:
-            message = f"{type(self).__name__}: {WARNINGS[reason]}"
-            warnings.warn(message, SkippedStepWarning, stacklevel=_level_of_the_caller())
+            warn(f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning)
 
     def _current_plan(self) -> Plan | None:
         """The plan with this step's gradients, built anew if anything else has moved."""
@@ -419,14 +416,6 @@ class NGNOptimizer(Optimizer):
 
 
 _observed_step = Optimizer.profile_hook_step(NGNOptimizer._step)
-
-
-def _level_of_the_caller() -> int:
-    """How many frames above this function's caller the first one outside torch and this package is."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("ngn_kernels", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:

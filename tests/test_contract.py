@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from ngn_kernels import SkippedStepWarning
 
 
 @EVERY
@@ -148,6 +151,18 @@ def test_step_hooks_of_a_subclass(backend: str) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     optimizer.step(loss=1.0)
     assert calls == ["after"]
+
+
+@pytest.mark.parametrize("way", ["plain", "hook", "scheduler"])
+def test_warnings_point_at_the_callers_line(way: str, backend: str) -> None:
+    optimizer = fresh(NGNMDv1, backend)
+    if way == "hook":
+        optimizer.register_step_post_hook(lambda *_: None)
+    if way == "scheduler":
+        torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.warns(SkippedStepWarning) as record:
+        optimizer.step(loss=float("nan"))
+    assert [Path(warning.filename).name for warning in record] == [Path(__file__).name]
 
 
 def test_profilers_see_the_step(backend: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from functools import cache
 from typing import Protocol
 
 import torch
 
+from ..checks import warn
 from ..plan import Bucket, BucketKey
 from ..rules import Rule
 
@@ -93,11 +93,10 @@ def select_backend(name: str, key: BucketKey) -> Backend:
 
 @cache
 def _say_once(name: str, reason: str) -> None:
-    warnings.warn(
+    warn(
         f"ngn_kernels: the {name} backend cannot run here ({reason}); "
         "using the slower reference backend",
         RuntimeWarning,
-        stacklevel=5,
     )
 
 
