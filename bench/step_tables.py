@@ -27,8 +27,9 @@ CAPTION = (
     "time/step: median of whole step() calls, contenders in turns; ±: half the distance between "
     "the quartiles. vs AdamW: ratio to torch's fused AdamW. GB/s counts the bytes that the rule "
     "must move (floor, per parameter). of memory: its share of the speed of an update in place, "
-    "a = s·a, of arrays that fit no cache; over 100 %, much stayed in a cache. B/param: bytes that the code moves. extra: most memory held during the step "
-    "beyond parameters, gradients and state."
+    "a = s·a, of arrays that fit no cache; over 100 %, much stayed in a cache. B/param: bytes "
+    "that the code moves. extra: most memory held during the step beyond parameters, gradients "
+    "and state."
 )
 
 
