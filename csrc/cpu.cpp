@@ -233,10 +233,9 @@ void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int thre
                                           weighted, alignment);
       }
       const Group& group = bucket.groups[row.group];
-      const double sum = k.weight * sum_lanes(weighted);
+      const double sum = k.bias * sum_lanes(weighted);
       bucket.partials[i] = {effective_lr(rule, group) * sum,
-                            group.lr * group.weight_decay * k.alignment * sum_lanes(alignment),
-                            RMS ? 0.0 : sum};
+                            group.lr * group.weight_decay * sum_lanes(alignment), RMS ? 0.0 : sum};
     };
   });
 }

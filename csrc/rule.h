@@ -1,4 +1,4 @@
-// The element math, once, for host and device, in the order and with the names of reference.py:
+// The element math, once, for host and device, with the names of reference.py, which shows it plainly:
 //   contribute()  one element's part of the sums, nothing is written
 //   shrink()      the sums to rho, the clip factor, and whether the step may happen
 //   update()      one element's new x, m, v
@@ -24,20 +24,18 @@ namespace ngn {
 inline namespace NGN_ISA {
 
 // What every element of a chunk shares, in the type the chunk is computed in. The bias correction of v
-// and the scale of the gradient come in here, once, and not with every element: with b = sqrt(1 - beta2^t)
-// and gradients that are s g / grad_scale of what is stored, D = (eps b + sqrt(v)) / b.
+// comes in here and not with every element: with b = sqrt(1 - beta2^t), D = (eps b + sqrt(v)) / b.
 template <typename T>
 struct Coefficients {
-  T beta1, beta2;
-  T moment;       // (1 - beta2), times the scale squared
-  T eps;          // eps b
-  T step;         // (1 - beta1) gamma b; for coordinate rules (1 - beta1) c b; times the scale
-  T curvature;    // c b / 2h, times the scale squared; coordinate rules
-  T decay;        // lambda c, or lambda a
-  T x_limit;      // the smallest magnitude that the storage of x, or of m, rounds to infinity
-  T state_limit;  // the same of v
-  double weight;     // of g^2 / (eps b + sqrt(v)) in Q, without the group's a
-  double alignment;  // of g x in W, without the group's c lambda
+  T gradient_scale;  // s / grad_scale
+  T beta1, beta2, one_minus_beta2;
+  T eps;             // eps b
+  T step;            // (1 - beta1) gamma b; of coordinate rules (1 - beta1) c b
+  T curvature;       // c b / 2h, coordinate rules
+  T decay;           // lambda c, or lambda a
+  T x_limit;         // the smallest magnitude that the storage of x, or of m, rounds to infinity
+  T state_limit;     // the same of v
+  double bias;       // b
 };
 
 struct Shrink {
@@ -90,23 +88,22 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
                                            T x_limit, T state_limit) {
   const double a = effective_lr(rule, group);
   const double bias = rule.rms ? std::sqrt(1 - std::pow(group.beta2, step_count)) : 1.0;
-  const double scale = clip / grad_scale;
   // gamma = c / (D + c g^2 / 2h), which is 0 at h = 0, whatever g is.
   const double gamma = rule.coordinate ? (height > 0 ? group.lr : 0.0) : a * rho;
-  const double curvature = height > 0 ? group.lr * bias * scale * scale / (2 * height) : 0.0;
+  const double curvature = height > 0 ? group.lr * bias / (2 * height) : 0.0;
   constexpr double largest = std::numeric_limits<T>::max();
   Coefficients<T> k;
+  k.gradient_scale = static_cast<T>(clip / grad_scale);
   k.beta1 = static_cast<T>(group.beta1);
   k.beta2 = static_cast<T>(group.beta2);
-  k.moment = static_cast<T>((1 - group.beta2) * scale * scale);
+  k.one_minus_beta2 = static_cast<T>(1 - group.beta2);
   k.eps = static_cast<T>(group.eps * bias);
-  k.step = static_cast<T>((1 - group.beta1) * gamma * bias * scale);
+  k.step = static_cast<T>((1 - group.beta1) * gamma * bias);
   k.curvature = static_cast<T>(curvature < largest ? curvature : largest);
   k.decay = static_cast<T>(group.weight_decay * a);
   k.x_limit = x_limit < state_limit ? x_limit : state_limit;
   k.state_limit = state_limit;
-  k.weight = scale * scale * bias;
-  k.alignment = scale;
+  k.bias = bias;
   return k;
 }
 
@@ -125,10 +122,10 @@ NGN_HD inline V root(V value) {
 // v <- beta2 v + (1 - beta2) g^2
 template <typename V, typename T>
 NGN_HD inline V second_moment(V v, V g, const Coefficients<T>& k) {
-  return k.beta2 * v + k.moment * (g * g);
+  return k.beta2 * v + k.one_minus_beta2 * (g * g);
 }
 
-// D, times b
+// D b
 template <typename V, typename T>
 NGN_HD inline V preconditioner(V v, const Coefficients<T>& k) {
   return k.eps + root(v);
@@ -136,6 +133,7 @@ NGN_HD inline V preconditioner(V v, const Coefficients<T>& k) {
 
 template <bool RMS, bool REGULARISED, typename V, typename T>
 NGN_HD inline void contribute(V x, V v, V g, const Coefficients<T>& k, V& weighted, V& alignment) {
+  g *= k.gradient_scale;
   if constexpr (RMS) {
     weighted += g * g / preconditioner(second_moment(v, g, k), k);
   } else {
@@ -167,6 +165,7 @@ struct Element {
 template <bool MOMENTUM, bool COORDINATE, bool RMS, typename V, typename T>
 NGN_HD inline auto update(Element<V>& element, V g, const Coefficients<T>& k) {
   auto& [x, m, v] = element;
+  g *= k.gradient_scale;
   V d = V{} + T(1);
   if constexpr (RMS) {
     v = second_moment(v, g, k);

@@ -50,6 +50,23 @@ def test_scaler_step(algorithm: Algorithm, backend: str, max_grad_norm: float | 
     assert int(pair.optimizer.skipped_steps) == 0
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+def test_a_scale_that_has_grown_for_long(
+    algorithm: Algorithm, backend: str, max_grad_norm: float | None
+) -> None:
+    """Squares of the scaled gradients would overflow; those of the gradients do not."""
+    scale = 2.0**90
+    optimizer = algorithm.build(
+        random_columns([[(6, 3)], [(6,)]]), backend=backend, max_grad_norm=max_grad_norm
+    )
+    pair = Pair(algorithm, optimizer, max_grad_norm=max_grad_norm)
+    random_gradients(params_of(optimizer), seed=0, norm=scale)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+    pair.step(1.1, grad_scale=scale)
+    pair.check_step()
+    assert int(optimizer.skipped_steps) == 0
+
+
 def test_unscale_before_the_step(algorithm: Algorithm, backend: str) -> None:
     """After `scaler.unscale_` the gradients are final, clipped by the user or not."""
     pair, scaler = started(algorithm, backend)
