@@ -156,8 +156,10 @@ def test_the_papers_scores_belong_to_tasks_and_optimizers() -> None:
     from ngn_bench.lab.optimizers import OPTIMIZERS
 
     assert {task.split()[0] for task in PAPER} <= set(TASKS)
-    assert paper_scores("lm-transformer++", {"size": "1b"})["adam"] == (13.09, None)
-    assert paper_scores("lm-transformer++", {})["ngn-mdv1"] == (33.84, 0.33)
+    tokens = {"tokenizer": "tokenizer.json"}
+    assert paper_scores("lm-transformer++", {"size": "1b", **tokens})["adam"] == (13.09, None)
+    assert paper_scores("lm-transformer++", tokens)["ngn-mdv1"] == (33.84, 0.33)
+    assert paper_scores("lm-transformer++", {}) == {}, "bytes are not the paper's tokens"
     assert paper_scores("digits-mlp", {}) == {}
     for scores in PAPER.values():
         assert set(scores) <= set(OPTIMIZERS)

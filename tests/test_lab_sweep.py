@@ -141,6 +141,36 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     assert len(specs) == len(set(specs))
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into Linux's /proc")
+def test_workers_do_not_outlive_a_killed_sweep(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ngn_bench.lab", "sweep", "--optimizers", "ngn-m,sgdm"]
+    command += ["--processes", "2", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    path = tmp_path / "runs.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    workers = children_of(process.pid)
+    assert len(workers) >= 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    while any(is_running(worker) for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_two_sweeps_do_not_share_a_record(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     record = Record(tmp_path / "runs.jsonl")
@@ -172,9 +202,16 @@ def test_a_failing_run_is_reported_and_the_others_are_kept(tmp_path: Path) -> No
     path.write_text(FAULTY)
     record = Record(tmp_path / "runs.jsonl")
     specs = [RunSpec(f"{path}:faulty", "adam", 1e-3, seed) for seed in (0, 1, 2)]
-    with pytest.raises(BenchError, match=r"1 of 3 runs failed.*second seed does not work"):
+    with pytest.raises(BenchError, match=r"1 of 3 runs failed.*second seed does not work.*line 8"):
         sweep(specs, record, Machine())
     assert [run["spec"]["seed"] for run in record.read()] == [0, 2]
+
+
+def test_a_task_that_returns_no_problem_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "no_problem.py"
+    path.write_text("def three(setup):\n    return 3\n")
+    with pytest.raises(BenchError, match=r"returned int; it should return a problem"):
+        sweep([RunSpec(f"{path}:three", "adam", 1e-3, 0)], Record(tmp_path / "r"), Machine())
 
 
 def test_schedules() -> None:

@@ -159,6 +159,22 @@ def test_an_unknown_task_is_named(name: str, message: str) -> None:
         find_task(name)
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def task(:\n", r"SyntaxError.*line 1"),
+        ("x = 1\nimport no_such_package\n", r"no_such_package.*faulty\.py, line 2"),
+    ],
+)
+def test_a_task_file_with_a_fault_is_named_with_its_line(
+    tmp_path: Path, code: str, message: str
+) -> None:
+    path = tmp_path / "faulty.py"
+    path.write_text(code)
+    with pytest.raises(BenchError, match=rf"cannot load the task: .*{message}"):
+        find_task(f"{path}:task")
+
+
 def test_a_language_model_of_ones_own_size(data_dir: Path) -> None:
     options = {"size": "dim=32,heads=2,layers=3"}
     problem = find_task("lm-transformer++")(Setup(data_dir, options=options))

@@ -363,7 +363,9 @@ def language(data_dir: Path, text: str | None, tokenizer: str | None) -> Text:
         vocab = _tokenizer(tokenizer).get_vocab_size() if tokenizer else NEOX_VOCAB
         return Text(train, held_out, vocab)
     if not path.exists():
-        raise BenchError(f"missing text: {path}")
+        raise BenchError(
+            f"missing text: {path}. --text names a text file, or a folder with train.bin and val.bin"
+        )
     if tokenizer:
         encoder = _tokenizer(tokenizer)
         numbers = encoder.encode(path.read_text(encoding="utf-8")).ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,8 +79,13 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path) -> Path:
+    """Write a PNG of 256 colours, a third of the size of a full one."""
+    from PIL import Image
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", facecolor="white")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", bbox_inches="tight", facecolor="white")
+    Image.open(buffer).convert("RGB").quantize(256).save(path, optimize=True)
     pyplot().close(figure)
     return path
 
@@ -121,7 +127,7 @@ def score_axis(axis: Any, results: Results, names: Sequence[str] | None = None) 
         low, high = axis.get_ylim()
         ticks = [tick for tick in ACCURACY_TICKS if low <= tick <= high]
         axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.minorticks_off()
+        axis.set_yticks([], minor=True)
         axis.set_ylabel("test accuracy (%)")
     else:
         axis.set_yscale("log")
@@ -140,7 +146,16 @@ def _cap(axis: Any, values: Sequence[float], ratio: float) -> None:
     """Keep a few huge values from squeezing everything else."""
     if values:
         low = min(values)
-        axis.set_ylim(low * 0.85, min(max(values) * 1.3, low * ratio))
+        high = min(max(values) * 1.3, low * ratio)
+        axis.set_ylim(low * 0.85, high)
+        if high < 30 * low:
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter(_few_plain_labels)
+
+
+def _few_plain_labels(value: float, position: int | None = None) -> str:
+    """20, 30 and 50 as such, not as multiples of powers of ten; nothing at the other ticks."""
+    return f"{value:g}" if f"{value:e}"[0] in "235" else ""
 
 
 def _line(axis: Any, name: str, cells: Sequence[Cell], key: str, worst_at_top: bool) -> None:
@@ -303,11 +318,21 @@ def _telemetry_panels(
         axes[-1, column].legend(
             title="c, lr or α₀", loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2
         )
-    for axis in axes[:, 0]:
-        low, high = axis.get_ylim()
-        axis.set_ylim(max(low, 1e-9), min(high, 1e5))
+    for row_axes in axes:
+        _limit_to_typical(row_axes)
     figure.suptitle(f"{results.task}: {title}", fontsize=9)
     return figure
+
+
+def _limit_to_typical(row: Sequence[Any]) -> None:
+    """Keep lines that die out, blow up or end early from squeezing the others of a row."""
+    lines = [np.array(line.get_ydata(), dtype=float) for axis in row for line in axis.lines]
+    longest = max(len(values) for values in lines)
+    medians = [np.median(np.nan_to_num(values)) for values in lines if len(values) == longest]
+    typical = [float(median) for median in medians if median > 0]
+    if typical:
+        low, high = row[0].get_ylim()
+        row[0].set_ylim(max(low, min(typical) / 30), min(high, max(typical) * 100))
 
 
 def step_sizes(results: Results) -> Any | None:

@@ -39,7 +39,7 @@ h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2.
 p.note { color: #555; margin: .2rem 0 .8rem; max-width: 75ch; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; background: #fff; font-variant-numeric: tabular-nums; }
-th, td { padding: .32rem .7rem; border-bottom: 1px solid #e4e4e4; white-space: nowrap; }
+th, td { padding: .32rem .5rem; border-bottom: 1px solid #e4e4e4; white-space: nowrap; }
 th { text-align: right; font-weight: 600; border-bottom: 2px solid #bbb; font-size: .85rem; }
 td { text-align: right; } th.text, td.text { text-align: left; }
 tr.ours td { background: #fdf3f2; } td.headline { font-weight: 700; }
@@ -72,10 +72,12 @@ def page(
 def _lead(runs: Sequence[dict[str, Any]]) -> str:
     diverged = sum(run["status"] == "diverged" for run in runs)
     seeds = {run["spec"]["seed"] for run in runs}
+    seconds = sum(run["seconds"] for run in runs)
+    duration = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     text = (
         f"{len(runs)} runs over {len(seeds)} seed(s), {diverged} of which diverged; "
         f"{runs[0]['steps']} steps each, {runs[0]['parameters']:,} parameters, "
-        f"{sum(run['seconds'] for run in runs) / 60:.0f} minutes of training in all."
+        f"{duration} of training in all."
     )
     return f"<p class='note'>{html.escape(text)}</p>"
 
@@ -122,7 +124,7 @@ def _provenance(runs: Sequence[dict[str, Any]]) -> str:
             "packages": packages,
         }
         for key, value in values.items():
-            if value not in facts.setdefault(key, []):
+            if value and value not in facts.setdefault(key, []):
                 facts[key].append(value)
     first, last = (pick(run["finished_at"] for run in runs) for pick in (min, max))
     facts["finished"] = [first if first == last else f"{first} to {last}"]

@@ -5,6 +5,8 @@ Accuracy in per cent, or perplexity. A single run has no deviation.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 Score = tuple[float, float | None]
 
 PAPER: dict[str, dict[str, Score]] = {
@@ -177,7 +179,13 @@ PAPER: dict[str, dict[str, Score]] = {
 
 
 def paper_scores(task: str, options: dict[str, str]) -> dict[str, Score]:
-    """The paper's best scores on a task, by optimizer; empty if it has none."""
+    """The paper's best scores on a task, by optimizer; empty if it has none.
+
+    A perplexity by byte is not comparable with the paper's by token.
+    """
     if task == "lm-transformer++":
+        text = options.get("text")
+        if "tokenizer" not in options and not (text and Path(text).is_dir()):
+            return {}
         task = f"{task} {options.get('size', '70m')}"
     return PAPER.get(task, {})

@@ -169,7 +169,7 @@ def range_table(results: Results, margin: float) -> Table:
     if paper:
         full_size = Scale.parse(spec["scale"]) == Scale()
         columns.append("paper" if full_size else "paper, full size")
-    columns += ["good range", "decades", "of best of all", "at 10× lr", "at 100× lr"]
+    columns += ["good range", "decades", "to best of all", "at 10× lr", "at 100× lr"]
     rows = []
     for name in results.cells:
         best = results.best(name)
@@ -184,8 +184,9 @@ def range_table(results: Results, margin: float) -> Table:
         rows.append(row)
     caption = (
         "good range: the step sizes around the best one that stay within "
-        f"{results.margin_text(margin)} of it; decades: its width in powers of ten; within best of "
-        "all: the same against the best of all optimizers; ≥: the grid ends inside the range."
+        f"{results.margin_text(margin)} of it; decades: its width in powers of ten; to best of all: "
+        "that width when the best score of all optimizers is the mark; ≥: the grid ends inside the "
+        "range."
     )
     return _table(
         f"{results.task}: how wide the range of good step sizes is", columns, rows, caption

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from typing import Any
 from ..errors import BenchError
 from ..report import progress_bar
 from . import train
+from .tasks import describe
 from .train import Machine, RunSpec
 
 Run = dict[str, Any]
@@ -159,7 +161,7 @@ def _execute(specs: Sequence[RunSpec], machine: Machine, processes: int) -> Iter
     context = multiprocessing.get_context("spawn")
     waiting = deque(specs)
     pending: dict[Future[Run | str], RunSpec] = {}
-    with ProcessPoolExecutor(processes, context, _leave_interrupts_to_parent) as pool:
+    with ProcessPoolExecutor(processes, context, _follow_parent) as pool:
         try:
             while True:
                 while waiting and len(pending) < 2 * processes:
@@ -180,8 +182,17 @@ def _execute(specs: Sequence[RunSpec], machine: Machine, processes: int) -> Iter
             raise
 
 
-def _leave_interrupts_to_parent() -> None:
+def _follow_parent() -> None:
+    """Leave interrupts to the parent, and do not outlive it if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait_for_its_end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_its_end, daemon=True).start()
 
 
 def _attempt(spec: RunSpec, machine: Machine) -> Run | str:
@@ -191,4 +202,4 @@ def _attempt(spec: RunSpec, machine: Machine) -> Run | str:
     except BenchError:
         raise
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return describe(error, spec.task)

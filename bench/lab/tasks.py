@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +128,10 @@ def find_task(name: str) -> Build:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules.setdefault(path.stem, module)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise BenchError(f"cannot load the task: {describe(error, name)}") from error
     else:
         try:
             module = importlib.import_module(place)
@@ -136,6 +140,15 @@ def find_task(name: str) -> Build:
     if not callable(getattr(module, function, None)):
         raise BenchError(f"{place} has no function {function!r}")
     return getattr(module, function)
+
+
+def describe(error: Exception, task_name: str) -> str:
+    """What went wrong in a task, and for one's own file in which line of it."""
+    place = task_name.rpartition(":")[0]
+    frames = traceback.extract_tb(error.__traceback__) if place.endswith(".py") else []
+    lines = [f.lineno for f in frames if Path(f.filename).resolve() == Path(place).resolve()]
+    where = f" ({place}, line {lines[-1]})" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _normalised(mean: tuple[float, ...], std: tuple[float, ...], augment: bool = False) -> Prepare:

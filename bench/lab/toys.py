@@ -217,7 +217,7 @@ def _rosenbrock_trajectories(runs: Runs, names: Sequence[str], lrs: Sequence[flo
                 alpha=0.55,
                 extend="both",
             )
-            points = np.clip(run.points, -1e3, 1e3)
+            points = np.clip(run.points, -1e5, 1e5)
             axis.plot(
                 points[:, 0], points[:, 1], "-", lw=0.9, color=figures.COLOURS[name], zorder=3
             )

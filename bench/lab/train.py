@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import environment
+from ..errors import BenchError
 from . import optimizers
 from .baselines import preconditioner
 from .problems import Batch, Problem
@@ -127,6 +128,11 @@ def _build(spec: RunSpec, machine: Machine) -> Problem:
         machine.loader_workers,
     )
     problem = find_task(spec.task)(setup)
+    if not isinstance(problem, Problem):
+        raise BenchError(
+            f"the task {spec.task} returned {type(problem).__name__}; it should return a problem, "
+            "such as ngn_bench.lab.Classification"
+        )
     problem.model.to(machine.device)
     return problem
 
