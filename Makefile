@@ -11,8 +11,8 @@ SOURCES := $(wildcard csrc/*) CMakeLists.txt setup.py pyproject.toml
 help:
 	@echo "make test         the tests, on every backend that runs here"
 	@echo "make bench        build, then the step benchmark against AdamW (about 90 s)"
-	@echo "make test-triton  the GPU kernels in Triton's interpreter"
-	@echo "make test-ptx     the compiled GPU kernels in a simulator"
+	@echo "make test-triton  the GPU kernels in Triton's interpreter (minutes)"
+	@echo "make test-ptx     the GPU kernels compiled for every target, and run in a simulator (minutes)"
 	@echo "make test-gpu     the GPU kernels on a GPU"
 	@echo "make lint types   ruff and mypy"
 	@echo "make bench-suite  the pytest-benchmark suite"
@@ -22,11 +22,14 @@ help:
 	@echo "make aarch64      the C++ engine's baseline, cross-compiled and run under an emulator"
 	@echo "make package      sdist and wheel, each installed and tried in a fresh environment"
 
+COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_compiled.py \
+	tests/test_triton_compiled_mixed.py
+
 test: $(BUILT)
-	$(BIN)/python -m pytest -q tests --ignore tests/ptxsim --ignore tests/test_triton_simulated.py
+	$(BIN)/python -m pytest -q tests $(addprefix --ignore ,$(COMPILED))
 
 test-ptx: $(BUILT)
-	$(BIN)/python -m pytest -q tests/ptxsim tests/test_triton_simulated.py
+	$(BIN)/python -m pytest -q $(COMPILED)
 
 test-triton: $(BUILT)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/test_conformance.py tests/test_atomic.py --backend triton -m essential

@@ -15,7 +15,10 @@ namespace py = pybind11;
 
 // The public layouts of DLPack 1.3, as far as they are needed here.
 namespace dlpack {
-struct Device { int32_t type, id; };
+struct Device {
+  int32_t type, id;
+  bool operator==(const Device& other) const { return type == other.type && id == other.id; }
+};
 struct DataType {
   uint8_t code, bits;
   uint16_t lanes;
@@ -107,7 +110,8 @@ class Scan {
           PyErr_Clear();
           return Gradients::odd;
         }
-        if (!(tensor.dtype == gradient_type_) || !same_order(tensor, orders_[i]) || is_negated(grad)) {
+        const bool alike = tensor.dtype == gradient_type_ && tensor.device == orders_[i].device;
+        if (!alike || !same_order(tensor, orders_[i]) || is_negated(grad)) {
           return Gradients::odd;
         }
         address = tensor.address();
@@ -123,6 +127,7 @@ class Scan {
  private:
   struct Place {
     int64_t address;
+    dlpack::Device device;
     dlpack::DataType dtype;
     std::vector<int64_t> shape, strides;
   };
@@ -135,7 +140,7 @@ class Scan {
 
   Place place(PyObject* tensor) const {
     const dlpack::Tensor t = look(tensor);
-    return {t.address(), t.dtype, {t.shape, t.shape + t.ndim}, {t.strides, t.strides + t.ndim}};
+    return {t.address(), t.device, t.dtype, {t.shape, t.shape + t.ndim}, {t.strides, t.strides + t.ndim}};
   }
 
   // Dimensions of size 1 have no say in the order.
@@ -156,7 +161,7 @@ class Scan {
   }
 
   static bool same_place(const dlpack::Tensor& t, const Place& place) {
-    return t.address() == place.address && t.dtype == place.dtype && same_order(t, place);
+    return t.address() == place.address && t.device == place.device && t.dtype == place.dtype && same_order(t, place);
   }
 
   PyObject* state_value(size_t i, py::handle key) const {

@@ -107,10 +107,15 @@ def check_param(param: Tensor, label: str) -> None:
             "give it its values before the step"
         )
     if param.grad is not None:
-        check_gradient(param.grad, label)
+        check_gradient(param.grad, param.device, label)
 
 
-def check_gradient(grad: Tensor, label: str) -> None:
+def check_gradient(grad: Tensor, device: torch.device, label: str) -> None:
+    if grad.device != device:
+        raise RuntimeError(
+            f"{label} is on {device}, its gradient on {grad.device}: move both, as "
+            "module.to(device) does, or call zero_grad() before moving the parameter"
+        )
     if grad.layout != torch.strided:
         raise TypeError(
             f"{label} has a gradient of layout {grad.layout}; NGN optimizers take dense gradients: "

@@ -149,7 +149,7 @@ class Row:
         grad = self.param.grad
         if grad is None:
             return 0
-        check_gradient(grad, self.label)
+        check_gradient(grad, self.param.device, self.label)
         if self._is_plain(grad):
             return grad.data_ptr() or EMPTY
         if self.relaid is None or self.relaid.dtype != grad.dtype:

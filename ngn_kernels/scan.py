@@ -20,8 +20,8 @@ class Scan(Protocol):
     def refresh(self, pointers: np.ndarray) -> bool | None:
         """Write the gradients' addresses, 0 for none; whether any is new.
 
-        None if a gradient needs a closer look: of another element type or memory order, sparse,
-        or without memory.
+        None if a gradient needs a closer look: of another element type, device or memory order,
+        sparse, or without memory.
         """
 
 
@@ -104,6 +104,7 @@ class PythonScan:
                 found.append(0)
             elif (
                 grad.dtype == self._grad_dtype
+                and grad.device == param.device
                 and grad.layout == torch.strided
                 and not grad.is_neg()
                 and same_order(grad, dense)

@@ -7,6 +7,7 @@ import os
 import hypothesis
 import pytest
 import torch
+from extent import Extent, extent_of
 from helpers import DTYPES
 
 from ngn_kernels.backends import availability
@@ -57,6 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> list[str]:
     return [f"ngn backend {name}: {why or 'available'}" for name, why in availability().items()]
+
+
+@pytest.fixture
+def extent(backend: str) -> Extent:
+    return extent_of(backend)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import EVERY, Algorithm, Hyper
+from extent import Extent
 from helpers import params_of, random_columns, random_gradients
 from pair import Pair
 from torch import Tensor
@@ -15,30 +16,22 @@ from torch.nn import Parameter
 
 pytestmark = EVERY
 
-SHAPES = (
-    [(), (1,), (7,), (3, 5), (16,), (0,), (1025,), (2, 3, 4)],
-    [(8,), (9, 1), (0, 3), (17,), (33, 5), (1,)],
-)
-# Below, at and above SIMD widths, blocks and chunks.
-SIZES = (
-    *(0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025),
-    *(4095, 4096, 4097, 16383, 16384, 16385),
-)
 GUARD = 64
 
 
 @pytest.mark.essential
 @pytest.mark.dtypes(torch.float64, torch.float32)
-def test_fifty_steps(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
+def test_many_steps(algorithm: Algorithm, backend: str, dtype: torch.dtype, extent: Extent) -> None:
     """Two groups, decay, clipping on and off, a parameter that sometimes has no gradient."""
     options: dict[str, Any] = {"loss_floor": 0.25, "max_grad_norm": 1.0}
-    columns = random_columns(SHAPES, dtype)
+    columns = random_columns(extent.shapes, dtype)
+    large = max(columns[0], key=Tensor.numel)
     pair = Pair(algorithm, algorithm.build(columns, backend=backend, **options), **options)
     draw = random.Random(0)
-    for k in range(50):
+    for k in range(extent.steps):
         random_gradients(params_of(pair.optimizer), seed=k, norm=10 ** draw.uniform(-1, 1))
         if k % 3 == 1:
-            columns[0][6].grad = None
+            large.grad = None
             columns[1][0].grad = None
         if k == 10:
             for p in params_of(pair.optimizer):
@@ -50,17 +43,17 @@ def test_fifty_steps(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.essential
-def test_sizes(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
-    """Three single steps at every size, with nothing written or read outside the tensors."""
+def test_sizes(algorithm: Algorithm, backend: str, dtype: torch.dtype, extent: Extent) -> None:
+    """Single steps at every size, with nothing written or read outside the tensors."""
     params, buffers = [], []
-    for i, size in enumerate(SIZES):
+    for i, size in enumerate(extent.sizes):
         ((values,),) = random_columns([[(size,)]], dtype, seed=i)
         data, buffer = guarded(values.detach())
         params.append(Parameter(data))
         buffers.append(buffer)
     columns = [params[::2], params[1::2]]
     pair = Pair(algorithm, algorithm.build(columns, backend=backend))
-    for k in range(3):
+    for k in range(extent.steps_from_sync):
         random_gradients(params, seed=k)
         for p in params:
             assert p.grad is not None
@@ -86,12 +79,14 @@ def guarded(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.essential
-def test_steps_from_identical_state(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
-    """In every dtype, at t = 1, 2, 3, with clipping; low-precision parameters have fp32 state."""
+def test_steps_from_identical_state(
+    algorithm: Algorithm, backend: str, dtype: torch.dtype, extent: Extent
+) -> None:
+    """In every dtype, from t = 1 on, with clipping; low-precision parameters have fp32 state."""
     options: dict[str, Any] = {"max_grad_norm": 2.0, "loss_floor": -0.5}
-    columns = random_columns(SHAPES, dtype)
+    columns = random_columns(extent.shapes, dtype)
     pair = Pair(algorithm, algorithm.build(columns, backend=backend, **options), **options)
-    for k in range(3):
+    for k in range(extent.steps_from_sync):
         random_gradients(params_of(pair.optimizer), seed=k, norm=3.0 / (k + 1))
         pair.sync()
         pair.step(0.7 + k)
@@ -106,14 +101,28 @@ def test_steps_from_identical_state(algorithm: Algorithm, backend: str, dtype: t
 @pytest.mark.essential
 @pytest.mark.dtypes(torch.bfloat16, torch.float16, torch.float32)
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch ties the two dtypes")
-def test_gradients_of_another_dtype(algorithm: Algorithm, backend: str, dtype: torch.dtype) -> None:
+def test_gradients_of_another_dtype(
+    algorithm: Algorithm, backend: str, dtype: torch.dtype, extent: Extent
+) -> None:
     for grad_dtype in {torch.float32, torch.bfloat16, torch.float16} - {dtype}:
-        pair = Pair(algorithm, algorithm.build(random_columns(SHAPES, dtype), backend=backend))
+        pair = Pair(
+            algorithm, algorithm.build(random_columns(extent.shapes, dtype), backend=backend)
+        )
         for k in range(2):
             random_gradients(params_of(pair.optimizer), seed=k, dtype=grad_dtype)
             pair.sync()
             pair.step(2.0)
             pair.check_step()
+
+
+@pytest.mark.essential
+def test_many_tensors(algorithm: Algorithm, backend: str, extent: Extent) -> None:
+    """Small ones in two groups; all of them count, move, and share one denominator."""
+    half = [(1,)] * (extent.tensors // 2)
+    pair = Pair(algorithm, algorithm.build(random_columns([half, half]), backend=backend))
+    random_gradients(params_of(pair.optimizer), seed=0, norm=3.0)
+    pair.step(0.8)
+    pair.check_step()
 
 
 @pytest.mark.essential
@@ -132,10 +141,12 @@ def test_dtypes_side_by_side(algorithm: Algorithm, backend: str) -> None:
 
 @pytest.mark.essential
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5, 1e6])
-def test_amp_scale(algorithm: Algorithm, backend: str, max_grad_norm: float | None) -> None:
+def test_amp_scale(
+    algorithm: Algorithm, backend: str, max_grad_norm: float | None, extent: Extent
+) -> None:
     """Scaled gradients with `grad_scale` set are unscaled inside, before clipping."""
     optimizer = algorithm.build(
-        random_columns(SHAPES), backend=backend, max_grad_norm=max_grad_norm
+        random_columns(extent.shapes), backend=backend, max_grad_norm=max_grad_norm
     )
     pair = Pair(algorithm, optimizer, max_grad_norm=max_grad_norm)
     for k in range(2):

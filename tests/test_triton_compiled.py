@@ -1,10 +1,12 @@
-"""Every specialisation compiled for GPUs that are not here: registers, spills, widths of access."""
+"""Every rule compiled for GPUs that are not here: registers, spills, widths of access.
+
+Gradients of another type than their parameters are in test_triton_compiled_mixed.py.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -13,27 +15,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("these tests compile, the interpreter does not", allow_module_level=True)
 pytest.importorskip("triton")
 
+from compiled import check_resources, on_each_target
+
 from ngn_kernels.backends.triton import chunk_size
-from ngn_kernels.backends.triton_report import (
-    TARGETS,
-    Target,
-    Variant,
-    compile_variant,
-    main,
-    resources,
-    variants,
-)
+from ngn_kernels.backends.triton_report import TARGETS, Target, Variant, main, variants
 from ngn_kernels.rules import RULES
 
 ALL = list(variants())
-# float16 takes the most registers, so it stands for mixed types on the target that has the fewest.
-CASES = [
-    (variant, target)
-    for variant in ALL
-    for target in TARGETS
-    if variant.param == variant.grad
-    and (variant.param != torch.float16 or target.name in ("sm_100", "gfx1100"))
-]
 
 
 def test_the_variants_are_all_there() -> None:
@@ -47,44 +35,9 @@ def test_the_variants_are_all_there() -> None:
             assert any(v.kernel == kernel and v.constants == wanted for v in ALL), (name, kernel)
 
 
-@pytest.mark.parametrize(
-    ("variant", "target"), CASES, ids=[f"{v}-{t.name}".replace(" ", "-") for v, t in CASES]
-)
+@on_each_target(variant for variant in ALL if variant.param == variant.grad)
 def test_resources(variant: Variant, target: Target) -> None:
-    compiled = compile_variant(variant, target)
-    used = resources(compiled, target)
-    assert used.spilled == 0
-    assert target.occupancy(used.registers) >= 0.5, f"{used.registers} registers"
-
-    vector = variant.constants["VECTOR"]
-    widths = Counter(vector * dtype.itemsize for dtype, _ in variant.columns.values())
-    written = Counter(
-        vector * dtype.itemsize for dtype, writes in variant.columns.values() if writes
-    )
-    assert max(widths) == 16, "the widest column moves 128 bits at a time"
-    if target.backend == "cuda":
-        assert used.loads == widths
-        assert used.stores == written
-        check_ptx(compiled.asm["ptx"])
-    else:
-        # The last block's scalars are of 64 bits, too: only the widest can be told apart.
-        assert used.loads[16] >= widths[16]
-        assert used.stores[16] >= written[16]
-
-
-def check_ptx(ptx: str) -> None:
-    """Nothing is fused, approximated or flushed to zero; no atomics on floats."""
-    for instruction in re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z]\w*(?:\.[\w:]+)+)", ptx, re.M):
-        name, *modifiers = instruction.split(".")
-        if "f32" in modifiers or "f32x2" in modifiers:
-            assert name not in ("fma", "mad", "rcp", "rsqrt", "ex2", "lg2"), instruction
-            assert name != "sqrt" or "rn" in modifiers, instruction
-            assert name != "div" or "rn" in modifiers, instruction
-            # Without its rounding, ptxas may contract a product and a sum.
-            assert name not in ("add", "sub", "mul") or "rn" in modifiers, instruction
-            assert "ftz" not in modifiers or name == "abs", instruction
-        if name in ("atom", "red"):
-            assert not any(m.startswith(("f", "bf")) for m in modifiers), instruction
+    check_resources(variant, target)
 
 
 def test_occupancy_counts_whole_blocks() -> None:

@@ -5,8 +5,9 @@ The launches are stubs that count. Where waiting matters, the tensors are fakes 
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ngn_kernels.backends as backends
-import ngn_kernels.backends.triton as triton_backend
-from ngn_kernels.backends import Unavailable
 from ngn_kernels.backends.triton import GradientColumn, TritonBackend
 
 pytest.importorskip("triton")
@@ -103,7 +102,7 @@ class Addresses:
         if storage._cdata not in self.known:
             self.known[storage._cdata] = (self.end, storage)
             self.end += -(-(storage.nbytes() + 1) // 512) * 512
-        return self.known[storage._cdata][0] + tensor.storage_offset() * tensor.element_size()
+        return self.known[storage._cdata][0] + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def select(tensor: FakeTensor, index: Any) -> Tensor:
@@ -163,12 +162,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 def optimizer_of(
     algorithm: Algorithm, tensors: int, groups: int = 1, device: str = "cuda:0", **options: Any
 ) -> tuple[Any, list[Tensor]]:
-    params = [
+    params: list[Tensor] = [
         torch.nn.Parameter(torch.empty(7 + i % 5, device=device))
         for i in range(max(tensors, groups))
     ]
     columns = [{"params": params[i::groups], "lr": 0.1 + i} for i in range(groups)]
-    return algorithm.cls(columns, backend="triton", **{**algorithm.options, **options}), params
+    return algorithm.simple(columns, backend="triton", **options), params
 
 
 def new_gradients(params: list[Tensor]) -> None:
@@ -315,7 +314,7 @@ def test_float64_is_refused(
 ) -> None:
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0", dtype=dtype))
     p.grad = torch.empty_like(p)
-    optimizer = NGNMDv1.cls([p], backend="triton")
+    optimizer = NGNMDv1.simple([p], backend="triton")
     if message is None:
         optimizer.step(loss=new_loss())
         return
@@ -327,36 +326,72 @@ def test_float64_is_refused(
 def test_float64_falls_back_under_auto(fake_gpu: SimpleNamespace) -> None:
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0", dtype=torch.float64))
     p.grad = torch.empty_like(p)
-    key = NGNMDv1.cls([p], backend="auto")._bucket_key(p)
+    key = NGNMDv1.simple([p], backend="auto")._bucket_key(p)
     assert backends.select_backend("auto", key).name == "reference"
     single = key._replace(param=torch.float32, grad=torch.float32, state=torch.float32)
     assert backends.select_backend("auto", single).name == "triton"
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_gradient_left_on_another_device_is_refused(
+    steps: int, fake_gpu: SimpleNamespace
+) -> None:
+    """torch refuses to assign one, but a parameter can be moved away from its gradient."""
+    optimizer, params = optimizer_of(NGNMDv1, 3)
+    new_gradients(params)
+    for _ in range(steps):
+        optimizer.step(loss=new_loss())
+    new_gradients(params)
+    grad: Any = params[1].grad
+    grad.fake_device = torch.device("cpu")
+    fake_gpu.launches.clear()
+    with pytest.raises(RuntimeError, match=r"parameter 1 .* its gradient on cpu: move both"):
+        optimizer.step(loss=new_loss())
+    assert not fake_gpu.launches
+    grad.fake_device = torch.device("cuda:0")
+    optimizer.step(loss=new_loss())
+    assert [name for name, _ in fake_gpu.launches] == ["reduce", "apply"]
 
 
 def test_cpu_tensors_are_refused(fake_gpu: SimpleNamespace) -> None:
     p = torch.nn.Parameter(torch.empty(3))
     p.grad = torch.empty(3)
     with pytest.raises(RuntimeError, match="they are on cpu; it takes tensors on a GPU"):
-        NGNMDv1.cls([p], backend="triton").step(loss=1.0)
+        NGNMDv1.simple([p], backend="triton").step(loss=1.0)
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "triton", None)
-    with pytest.raises(Unavailable, match="not installed: pip install"):
-        triton_backend.load()
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """What `backend="triton"` says where it cannot run; it must leave the parameters alone."""
+
+    def ask() -> str:
+        monkeypatch.setattr(backends, "_load", backends._load.__wrapped__)
+        p = torch.nn.Parameter(torch.ones(3))
+        p.grad = torch.full((3,), 2.0)
+        with pytest.raises(RuntimeError) as caught:
+            NGNMDv1.simple([p], backend="triton")
+        assert p.tolist() == [1, 1, 1] and p.grad.tolist() == [2, 2, 2]
+        return str(caught.value)
+
+    return ask
 
 
-def test_an_old_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], str]) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Triton is not installed: pip install 'triton>=3.4'" in refusal()
+
+
+def test_an_old_triton(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], str]) -> None:
     monkeypatch.setattr("triton.__version__", "3.3.1")
-    with pytest.raises(Unavailable, match=r"Triton 3.3.1 is too old: pip install"):
-        triton_backend.load()
+    assert "Triton 3.3.1 is too old: pip install 'triton>=3.4'" in refusal()
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], str]) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(Unavailable, match="no GPU here"):
-        triton_backend.load()
+    said = refusal()
+    assert "torch sees no CUDA or ROCm device; install a torch build for your GPU" in said
+    assert "TRITON_INTERPRET=1" in said
 
 
 def test_auto_falls_back_and_says_so_once(
@@ -368,7 +403,7 @@ def test_auto_falls_back_and_says_so_once(
     )
     backends._say_once.cache_clear()
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0"))
-    key = NGNMDv1.cls([p])._bucket_key(p)
+    key = NGNMDv1.simple([p])._bucket_key(p)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         chosen = {backends.select_backend("auto", key).name for _ in range(3)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -89,6 +90,11 @@ def element_bytes(launches: list[Any]) -> int:
     return sum(size for by in moved for name, size in by.items() if name.split()[1] in "xgmv")
 
 
+def bytes_per_parameter(algorithm: Algorithm, dtype: torch.dtype) -> int:
+    """By the table above."""
+    return sum(dtype.itemsize if column in "xg" else 4 for column in "".join(WORDS[str(algorithm)]))
+
+
 @EVERY
 @each_architecture
 def test_every_rule(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
@@ -112,6 +118,27 @@ def test_mixed_types_share_one_denominator(algorithm: Algorithm, gpu: SimulatedG
         random_columns([[(300,), (5,)]], dtype, seed=i)[0] for i, dtype in enumerate(DTYPES[:2])
     ]
     run(steps(algorithm, columns, max_grad_norm=0.5))
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch ties the two dtypes")
+@pytest.mark.parametrize("algorithm", [NGNM, NGNMDv1W, NGNMDv2], ids=str)
+@pytest.mark.parametrize(("param", "grad"), list(permutations(DTYPES, 2)), ids=str)
+def test_gradients_of_another_type(
+    algorithm: Algorithm, param: torch.dtype, grad: torch.dtype, gpu: SimulatedGPU
+) -> None:
+    columns = random_columns([[(1030,)], [(4101,)]], param)
+    optimizer = algorithm.build(columns, backend="triton")
+    pair = Pair(algorithm, optimizer)
+    random_gradients(params_of(optimizer), seed=0, dtype=grad)
+    pair.step(0.7)
+    pair.check_step()
+
+
+@pytest.mark.parametrize(("algorithm", "tensors"), [(NGNMDv2, 130), (NGNM, 1030)], ids=str)
+def test_more_tensors_than_a_block(algorithm: Algorithm, tensors: int, gpu: SimulatedGPU) -> None:
+    """Step counts are advanced 128 at a time, partial sums are added 1,024 at a time."""
+    half = [(1,)] * (tensors // 2)
+    run(steps(algorithm, random_columns([half, half]), count=1))
 
 
 @EVERY
@@ -195,8 +222,7 @@ def test_unaligned_views(
         gpu.launches.clear()
         pair.step(1.0)
         pair.check_step()
-    moved = column_bytes(gpu.launches)
-    assert moved["apply"]["written x"] == n * dtype.itemsize
+    assert element_bytes(gpu.launches) == n * bytes_per_parameter(algorithm, dtype)
     apply = gpu.launches[-1].traffic
     # A warp reads 32 neighbours at once, whatever the first address: at most one sector too many.
     assert 32 * apply.written_sectors["x0"] <= 2 * n * dtype.itemsize
@@ -275,7 +301,7 @@ def ngn_warning() -> type[Warning]:
 def test_overflow_of_the_storage_type(gpu: SimulatedGPU) -> None:
     """6e4 + 1e4 does not fit float16: that element keeps its values, its neighbours move."""
     p = Parameter(torch.tensor([6e4, 1.0, -6e4], dtype=torch.float16))
-    optimizer = ALGORITHMS[0].cls([p], lr=1e4, backend="triton")
+    optimizer = ALGORITHMS[0].simple([p], lr=1e4, backend="triton")
     p.grad = torch.tensor([-1.0, -1.0, 0.0], dtype=torch.float16)
     with pytest.warns(ngn_warning()):
         optimizer.step(loss=1e12)

@@ -85,8 +85,9 @@ def options(kernel: str, rule: Rule, target: Any) -> dict[str, Any]:
     """How a kernel is compiled for a target."""
     # Triton is about to change its default: without fusion the bits are those of the formulas.
     chosen = {"num_warps": THREADS // target.warp_size, "num_stages": 1, "enable_fp_fusion": False}
-    if target.backend == "cuda" and kernel == "apply" and rule.rms:
-        # Half of the machine's warps stay resident; without a bound some variants take 80.
+    if target.backend == "cuda" and rule.rms and (kernel == "apply" or rule.regularised):
+        # Half of the machine's warps stay resident. Without a bound some variants take 80, and
+        # others are held to 48 by spilling.
         chosen["maxnreg"] = 64
     return chosen
 

@@ -1,0 +1,62 @@
+"""What every specialisation must compile to, on GPUs that are not here."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from itertools import product
+
+import pytest
+
+from ngn_kernels.backends.triton_report import (
+    TARGETS,
+    Target,
+    Variant,
+    compile_variant,
+    resources,
+)
+
+
+def on_each_target(variants: Iterable[Variant]) -> pytest.MarkDecorator:
+    cases = list(product(variants, TARGETS))
+    ids = [f"{variant}-{target.name}".replace(" ", "-") for variant, target in cases]
+    return pytest.mark.parametrize(("variant", "target"), cases, ids=ids)
+
+
+def check_resources(variant: Variant, target: Target) -> None:
+    """No spills, room for half of the warps, and 128 bits at a time."""
+    compiled = compile_variant(variant, target)
+    used = resources(compiled, target)
+    assert used.spilled == 0, f"{used.spilled} bytes spilled"
+    assert target.occupancy(used.registers) >= 0.5, f"{used.registers} registers"
+
+    vector = variant.constants["VECTOR"]
+    widths = Counter(vector * dtype.itemsize for dtype, _ in variant.columns.values())
+    written = Counter(
+        vector * dtype.itemsize for dtype, writes in variant.columns.values() if writes
+    )
+    assert max(widths) == 16, "the widest column moves 128 bits at a time"
+    if target.backend == "cuda":
+        assert used.loads == widths
+        assert used.stores == written
+        check_ptx(compiled.asm["ptx"])
+    else:
+        # The last block's scalars are of 64 bits, too: only the widest can be told apart.
+        assert used.loads[16] >= widths[16]
+        assert used.stores[16] >= written[16]
+
+
+def check_ptx(ptx: str) -> None:
+    """Nothing is fused, approximated or flushed to zero; no atomics on floats."""
+    for instruction in re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z]\w*(?:\.[\w:]+)+)", ptx, re.M):
+        name, *modifiers = instruction.split(".")
+        if "f32" in modifiers or "f32x2" in modifiers:
+            assert name not in ("fma", "mad", "rcp", "rsqrt", "ex2", "lg2"), instruction
+            assert name != "sqrt" or "rn" in modifiers, instruction
+            assert name != "div" or "rn" in modifiers, instruction
+            # Without its rounding, ptxas may contract a product and a sum.
+            assert name not in ("add", "sub", "mul") or "rn" in modifiers, instruction
+            assert "ftz" not in modifiers or name == "abs", instruction
+        if name in ("atom", "red"):
+            assert not any(m.startswith(("f", "bf")) for m in modifiers), instruction

@@ -1,0 +1,194 @@
+"""On a real GPU: results, no waiting, CUDA graphs, several devices. Skipped without one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from algorithms import EVERY, Algorithm, NGNMDv1, NGNMDv2
+from helpers import bits, params_of, random_columns, random_gradients, snapshot
+from pair import Pair
+from torch import Tensor
+from torch.nn import Parameter
+
+import ngn_kernels
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ([(), (3,), (1030,), (5, 7), (257, 1025)], [(4101,), (0,), (64, 32)])
+
+
+def columns_on(device: str, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    columns = random_columns(SHAPES, dtype)
+    return [[Parameter(p.detach().to(device)) for p in column] for column in columns]
+
+
+def gradients(optimizer: Any, seed: int, norm: float = 1.0) -> None:
+    """The same on every device."""
+    params = params_of(optimizer)
+    on_host = [Parameter(p.detach().cpu()) for p in params]
+    random_gradients(on_host, seed, norm)
+    for p, host in zip(params, on_host, strict=True):
+        p.grad = host.grad.to(p.device)  # type: ignore[union-attr]
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_every_rule(algorithm: Algorithm, dtype: torch.dtype, max_grad_norm: float | None) -> None:
+    optimizer = algorithm.build(
+        columns_on("cuda", dtype), backend="triton", max_grad_norm=max_grad_norm
+    )
+    pair = Pair(algorithm, optimizer, max_grad_norm=max_grad_norm)
+    for k in range(3):
+        gradients(optimizer, seed=k, norm=2.0)
+        pair.sync()
+        pair.expect(0.5 + k)
+        optimizer.step(loss=torch.tensor(0.5 + k, device="cuda"))
+        pair.check_step()
+
+
+@EVERY
+def test_a_large_tensor(algorithm: Algorithm) -> None:
+    """More chunks than are added at a time, and an odd end."""
+    p = Parameter(0.1 * torch.randn(3_000_001, device="cuda"))
+    pair = Pair(algorithm, algorithm.simple([p], backend="triton"))
+    for k in range(2):
+        gradients(pair.optimizer, seed=k)
+        pair.sync()
+        pair.step(1.0)
+        pair.check_step()
+
+
+@EVERY
+def test_unaligned_views(algorithm: Algorithm) -> None:
+    n = 100_003
+    for at_x, at_g in ((1, 0), (0, 3), (2, 2)):
+        x, g = torch.zeros(n + 64, device="cuda"), torch.zeros(n + 64, device="cuda")
+        p = Parameter(x[at_x : at_x + n].normal_())
+        optimizer = algorithm.simple([p], backend="triton")
+        p.grad = g[at_g : at_g + n].normal_().div_(n**0.5)
+        pair = Pair(algorithm, optimizer)
+        pair.step(1.0)
+        pair.check_step()
+        assert not x[:at_x].any() and not x[at_x + n :].any()
+
+
+@EVERY
+def test_two_runs_have_the_same_bits(algorithm: Algorithm) -> None:
+    def result() -> Any:
+        optimizer = algorithm.build(columns_on("cuda"), backend="triton", max_grad_norm=1.0)
+        for k in range(5):
+            gradients(optimizer, seed=k)
+            optimizer.step(loss=0.5)
+        return snapshot(optimizer)
+
+    assert result() == result()
+
+
+@EVERY
+def test_a_step_never_waits(algorithm: Algorithm) -> None:
+    """Torch raises at what waits; memory stays as it is."""
+    optimizer = algorithm.build(columns_on("cuda"), backend="triton", max_grad_norm=1.0)
+    gradients(optimizer, seed=0)
+    loss = torch.tensor(0.5, device="cuda")
+    for _ in range(2):
+        optimizer.step(loss=loss)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            optimizer.step(loss=loss)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_allocated() == before
+
+
+@EVERY
+def test_cuda_graph(algorithm: Algorithm) -> None:
+    """Captured once and replayed: the bits of as many eager steps."""
+
+    def prepared() -> tuple[Any, Tensor]:
+        optimizer = algorithm.build(columns_on("cuda"), backend="triton", max_grad_norm=1.0)
+        gradients(optimizer, seed=0)
+        loss = torch.tensor(0.5, device="cuda")
+        optimizer.step(loss=loss)
+        return optimizer, loss
+
+    eager, loss = prepared()
+    captured, static_loss = prepared()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        captured.step(loss=static_loss)
+    for k in range(4):
+        eager.step(loss=loss.fill_(0.5 + k))
+        static_loss.fill_(0.5 + k)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert snapshot(captured) == snapshot(eager)
+
+
+def test_a_gradient_left_on_the_host_is_refused() -> None:
+    p = Parameter(torch.ones(5))
+    p.grad = torch.ones(5)
+    p.data = p.data.cuda()
+    assert p.grad.device.type == "cpu"
+    optimizer = NGNMDv1.simple([p], backend="triton")
+    with pytest.raises(RuntimeError, match="is on cuda:0, its gradient on cpu: move both"):
+        optimizer.step(loss=1.0)
+    assert p.tolist() == [1, 1, 1, 1, 1]
+
+
+def test_a_skipped_step_is_told_later() -> None:
+    p = Parameter(torch.ones(5, device="cuda"))
+    optimizer = NGNMDv1.simple([p], backend="triton")
+    p.grad = torch.full_like(p, float("nan"))
+    before = bits(p)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            optimizer.step(loss=torch.ones((), device="cuda"))
+            torch.cuda.synchronize()
+    assert bits(p) == before
+    assert int(optimizer.skipped_steps) == 20
+    assert any(issubclass(w.category, ngn_kernels.SkippedStepWarning) for w in said)
+
+
+def test_grad_scaler() -> None:
+    """An overflow skips the step, which the next one tells; then training goes on."""
+    p = Parameter(torch.ones(1000, device="cuda"))
+    optimizer = NGNMDv2.simple([p], backend="triton")
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    before = bits(p)
+    scaler.scale((p * float("inf")).sum()).backward()
+    scaler.step(optimizer, loss=1.0)
+    scaler.update()
+    assert bits(p) == before and int(optimizer.state[p]["step"]) == 0
+    optimizer.zero_grad()
+    loss = (p**2).mean()
+    scaler.scale(loss).backward()
+    torch.cuda.synchronize()
+    with pytest.warns(ngn_kernels.SkippedStepWarning, match="overflow"):
+        scaler.step(optimizer, loss=loss)
+    assert bits(p) != before and int(optimizer.state[p]["step"]) == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@EVERY
+def test_two_devices(algorithm: Algorithm) -> None:
+    columns = [
+        [Parameter(p.detach().to(f"cuda:{i}")) for p in column]
+        for i, column in enumerate(random_columns(SHAPES))
+    ]
+    optimizer = algorithm.build(columns, backend="triton", max_grad_norm=1.0)
+    pair = Pair(algorithm, optimizer, max_grad_norm=1.0)
+    for k in range(2):
+        gradients(optimizer, seed=k)
+        pair.sync()
+        pair.step(1.0)
+        pair.check_step()
