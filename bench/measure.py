@@ -19,6 +19,8 @@ MIN_ROUNDS = 3
 MAX_ROUNDS = 200
 MIN_BLOCK_SECONDS = 0.02
 SHORT_SECONDS = 0.2
+SLOW = 4  # times the median lane
+SLOW_VISITS = 2
 
 
 @dataclass(frozen=True)
@@ -167,20 +169,24 @@ def measure(
 
     Each round visits every lane once, forwards and backwards in alternation, so that slow changes
     of the machine meet all lanes alike. A visit is a block of several runs; where runs are short,
-    the first is not timed, because the caches still hold the previous lane's data. A lane that
+    the first is not timed, because the caches still hold the previous lane's data. A lane that is
+    much slower than the others is visited only twice, so that they get their rounds. A lane that
     raises is marked with its failure and left out from then on.
     """
     gc.disable()
     try:
         start = time.perf_counter()
         lengths = _calibrate(lanes, clock)
-        rounds, block = _schedule(list(lengths.values()), seconds)
+        slow = _slow_lanes(lengths, seconds)
+        seconds_left = seconds - SLOW_VISITS * sum(lengths[name] for name in slow)
+        fast = [length for name, length in lengths.items() if name not in slow]
+        rounds, block = _schedule(fast, seconds_left)
         for index in range(rounds):
             if index >= MIN_ROUNDS and time.perf_counter() - start > seconds:
                 break
             order = list(lanes) if index % 2 == 0 else list(reversed(lanes))
             for position, lane in enumerate(order):
-                if not lane.failure:
+                if not lane.failure and (index < SLOW_VISITS or lane.name not in slow):
                     progress((index + position / len(lanes)) / rounds, lane.name)
                     _visit(lane, clock, lengths[lane.name], block)
         progress(1.0, "")
@@ -203,6 +209,19 @@ def _calibrate(lanes: Sequence[Lane], clock: Clock) -> dict[str, float]:
         except Exception as error:  # a contender may fail in any way; the others go on
             lane.failure = f"{type(error).__name__}: {error}"
     return lengths
+
+
+def _slow_lanes(lengths: dict[str, float], seconds: float) -> set[str]:
+    """Lanes that would take more than their share of the time for the least number of rounds."""
+    if not lengths:
+        return set()
+    share = seconds / len(lengths)
+    median = statistics.median(lengths.values())
+    return {
+        name
+        for name, length in lengths.items()
+        if MIN_ROUNDS * length > share and length > SLOW * median
+    }
 
 
 def _schedule(lengths: Sequence[float], seconds: float) -> tuple[int, float]:

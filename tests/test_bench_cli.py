@@ -77,7 +77,7 @@ def test_step_measures_and_records(tmp_path: Path, capsys: pytest.CaptureFixture
         assert row["verdict"]["ok"] is True
         time = row["time"]
         assert 0 < time["fastest"] <= time["low"] <= time["median"] <= time["high"]
-        assert time["samples"] >= measure.MIN_ROUNDS
+        assert time["samples"] >= measure.SLOW_VISITS
         assert row["ratio"] == pytest.approx(time["median"] / rows["adamw:fused"]["time"]["median"])
         assert row["bandwidth"] == pytest.approx(row["bytes_floor"] * 15 / time["median"])
         assert row["share"] == pytest.approx(
@@ -593,6 +593,13 @@ def test_lanes_take_turns_and_are_summarised() -> None:
     assert measure.paired_ratio(b, a) == pytest.approx(2.0)
     turns = "".join(clock.visits).replace("aa", "a").replace("aa", "a")
     assert re.search("ab+a+b", turns)
+
+
+def test_a_slow_lane_leaves_the_others_their_rounds() -> None:
+    clock = CountingClock({"a": 0.03, "b": 0.04, "c": 0.5})
+    lanes = [Lane(name, lambda name=name: name) for name in "abc"]  # type: ignore[misc]
+    assert measure.measure(lanes, clock, 1.75)
+    assert [len(lane.rounds) for lane in lanes] == [10, 10, 2]
 
 
 def test_a_failing_lane_is_left_out() -> None:
