@@ -167,17 +167,11 @@ PYBIND11_MODULE(_cpu, module) {
       .def("reduce", &BucketTables::reduce, py::arg("rule"), py::arg("threads"))
       .def("apply", &BucketTables::apply, py::arg("rule"), py::arg("threads"), py::arg("last"));
 
-  py::enum_<ngn::Gradients>(module, "Gradients")
-      .value("same", ngn::Gradients::same)
-      .value("moved", ngn::Gradients::moved)
-      .value("odd", ngn::Gradients::odd);
-
   py::class_<ngn::Scan>(module, "Scan")
       .def(py::init<py::list, py::list, py::list, py::tuple, py::capsule, py::object>(), py::kw_only(),
            py::arg("params"), py::arg("dense"), py::arg("states"), py::arg("keys"), py::arg("api"),
            py::arg("sample"))
-      .def("moved", &ngn::Scan::moved)
-      .def("gradients", &ngn::Scan::gradients, py::arg("out").noconvert());
+      .def("refresh", &ngn::Scan::refresh, py::arg("pointers").noconvert());
 
   module.def("isas", [] {
     std::vector<std::string> names;

@@ -49,7 +49,8 @@ struct ExchangeApi {
 };
 }  // namespace dlpack
 
-enum class Gradients { same, moved, odd };
+// What a look at all tensors tells; scan.py has the same numbers.
+enum Seen : int { SAME, MOVED, ODD, STALE };
 
 class Scan {
  public:
@@ -63,13 +64,14 @@ class Scan {
     if (dense.size() != params_.size() || states_.size() != params_.size()) {
       throw py::value_error("params, dense and states must have the same length");
     }
+    for (const py::handle key : keys_) names_.push_back(key.ptr());
     gradient_type_ = look(sample.ptr()).dtype;
     for (size_t i = 0; i < params_.size(); ++i) {
       rows_.push_back({params_[i].ptr(), states_[i].ptr()});
       places_.push_back(place(rows_[i].param));
       orders_.push_back(place(dense[i].ptr()));
-      for (const py::handle key : keys_) {
-        PyObject* value = state_value(i, key);
+      for (PyObject* name : names_) {
+        PyObject* value = state_value(i, name);
         if (!value) throw py::key_error("a state lacks a key");
         values_.push_back(py::reinterpret_borrow<py::object>(value));
       }
@@ -77,51 +79,21 @@ class Scan {
     }
   }
 
-  // Whether a parameter or a state tensor was replaced, or lies elsewhere than at the start. Of a
-  // parameter's state, which is moved as a whole, only the last tensor is asked where it lies.
-  bool moved() const {
-    auto known = values_.begin();
-    for (size_t i = 0; i < rows_.size(); ++i) {
-      if (!same_place(look(rows_[i].param), places_[i])) return true;
-      PyObject* value = nullptr;
-      for (const py::handle key : keys_) {
-        value = state_value(i, key);
-        if (value != (known++)->ptr()) return true;
-      }
-      if (look(value).address() != addresses_[i]) return true;
-    }
-    return false;
-  }
-
-  // Write the gradients' addresses, 0 for none; odd if one must be looked at more closely.
-  Gradients gradients(py::array_t<int64_t, py::array::c_style> out) {
+  // Look at all rows, and write the gradients' addresses, 0 for none.
+  int refresh(py::array_t<int64_t, py::array::c_style> out) {
     if (out.ndim() != 1 || static_cast<size_t>(out.shape(0)) != rows_.size()) {
       throw py::value_error("out must have one number per parameter");
     }
     int64_t* addresses = out.mutable_data();
-    bool moved = false;
+    bool moved = false, odd = false;
     for (size_t i = 0; i < rows_.size(); ++i) {
-      const py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(rows_[i].param, name_grad_.ptr()));
-      if (!grad) throw py::error_already_set();
-      int64_t address = 0;
-      if (!grad.is_none()) {
-        dlpack::Tensor tensor;
-        if (api_->tensor_from_object(grad.ptr(), &tensor) != 0) {
-          PyErr_Clear();
-          return Gradients::odd;
-        }
-        const bool alike = tensor.dtype == gradient_type_ && tensor.device == orders_[i].device;
-        if (!alike || !same_order(tensor, orders_[i]) || is_negated(grad)) {
-          return Gradients::odd;
-        }
-        address = tensor.address();
-        if (!address && !is_empty(tensor)) return Gradients::odd;
-        if (!address) address = 1;  // without elements, but a gradient
-      }
+      if (is_stale(i)) return STALE;
+      const int64_t address = gradient_address(i);
+      odd |= address == ODD_ADDRESS;
       moved |= addresses[i] != address;
       addresses[i] = address;
     }
-    return moved ? Gradients::moved : Gradients::same;
+    return odd ? ODD : moved ? MOVED : SAME;
   }
 
  private:
@@ -141,6 +113,33 @@ class Scan {
   Place place(PyObject* tensor) const {
     const dlpack::Tensor t = look(tensor);
     return {t.address(), t.device, t.dtype, {t.shape, t.shape + t.ndim}, {t.strides, t.strides + t.ndim}};
+  }
+
+  // Whether a parameter or its state was replaced, or lies elsewhere than at the start. Of the state,
+  // which is moved as a whole, only the last tensor is asked where it lies.
+  bool is_stale(size_t i) const {
+    if (!same_place(look(rows_[i].param), places_[i])) return true;
+    const size_t keys = names_.size();
+    for (size_t k = 0; k < keys; ++k) {
+      if (state_value(i, names_[k]) != values_[i * keys + k].ptr()) return true;
+    }
+    return look(values_[(i + 1) * keys - 1].ptr()).address() != addresses_[i];
+  }
+
+  // Of a plain gradient; 0 of none, ODD_ADDRESS of one that must be looked at more closely.
+  int64_t gradient_address(size_t i) const {
+    const py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(rows_[i].param, name_grad_.ptr()));
+    if (!grad) throw py::error_already_set();
+    if (grad.is_none()) return 0;
+    dlpack::Tensor tensor;
+    if (api_->tensor_from_object(grad.ptr(), &tensor) != 0) {
+      PyErr_Clear();
+      return ODD_ADDRESS;
+    }
+    const bool alike = tensor.dtype == gradient_type_ && tensor.device == orders_[i].device;
+    if (!alike || !same_order(tensor, orders_[i]) || is_negated(grad)) return ODD_ADDRESS;
+    if (tensor.address()) return tensor.address();
+    return is_empty(tensor) ? 1 : ODD_ADDRESS;  // a gradient without elements is one, too
   }
 
   // Dimensions of size 1 have no say in the order.
@@ -164,9 +163,9 @@ class Scan {
     return t.address() == place.address && t.device == place.device && t.dtype == place.dtype && same_order(t, place);
   }
 
-  PyObject* state_value(size_t i, py::handle key) const {
+  PyObject* state_value(size_t i, PyObject* name) const {
     PyObject* state = rows_[i].state;
-    return PyDict_Check(state) ? PyDict_GetItemWithError(state, key.ptr()) : nullptr;
+    return PyDict_Check(state) ? PyDict_GetItemWithError(state, name) : nullptr;
   }
 
   // torch's lazily negated tensors hold the negative of what DLPack shows.
@@ -176,12 +175,15 @@ class Scan {
     return answer.ptr() != Py_False;
   }
 
+  static constexpr int64_t ODD_ADDRESS = -1;
+
   struct Row {
     PyObject *param, *state;
   };
 
-  py::list params_, states_;  // keep the rows alive
+  py::list params_, states_;  // keep the rows alive, as keys_ does the names
   std::vector<Row> rows_;
+  std::vector<PyObject*> names_;
   py::tuple keys_;
   const dlpack::ExchangeApi* api_;
   dlpack::DataType gradient_type_{};

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .checks import check_gradient, is_dense
 from .rules import Reason, Rule
-from .scan import EMPTY, Scan, make_scan
+from .scan import EMPTY, ODD, SAME, STALE, Scan, make_scan
 from .state import STATE_KEYS, same_order
 
 # Columns of a bucket's table, the order of TensorRow in csrc/tables.h.
@@ -207,15 +207,17 @@ class Bucket:
         return self._scan
 
     def refresh(self) -> bool:
-        """Point the table at this step's gradients; False if one has changed its element type."""
-        moved = self.scan.refresh(self.table[G])
-        if moved is None:
+        """Point the table at this step's gradients; False if a new plan is needed."""
+        seen = self.scan.refresh(self.table[G])
+        if seen == STALE:
+            return False
+        if seen == ODD:
             for row in self.rows:
                 grad = row.param.grad
                 if grad is not None and grad.dtype.to_real() != self.key.grad:
                     return False
             self.table[G] = [row.grad_pointer() for row in self.rows]
-        self.moved |= moved is not False
+        self.moved |= seen != SAME
         return True
 
     def active_params(self) -> list[Tensor]:
@@ -275,7 +277,7 @@ class Plan:
         params: list[Tensor],
         state: dict[Tensor, Any],
     ) -> bool:
-        """Whether this is still a plan of these parameters and this state, none of them moved."""
+        """Whether this is still a plan of these parameters and this state."""
         return (
             rule is self.rule
             and reductions is self.reductions
@@ -284,7 +286,6 @@ class Plan:
             and len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
             and all(param.grad is None for param in self._idle)
-            and not any(bucket.scan.moved() for bucket in self.buckets)
         )
 
     def refresh(self) -> bool:

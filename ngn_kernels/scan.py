@@ -12,17 +12,18 @@ from .state import same_order
 
 EMPTY = 1  # stands for the address of a gradient without elements, which torch gives as 0
 
+# What a look at all tensors tells; csrc/scan.h has the same numbers.
+SAME = 0  # all is where it was
+MOVED = 1  # gradients came, went, or lie elsewhere
+ODD = (
+    2  # a gradient needs a closer look: another element type, device or memory order, sparse, lazy
+)
+STALE = 3  # a parameter or state tensor was replaced, or lies elsewhere than at first
+
 
 class Scan(Protocol):
-    def moved(self) -> bool:
-        """Whether a parameter or state tensor was replaced, or lies elsewhere than at first."""
-
-    def refresh(self, pointers: np.ndarray) -> bool | None:
-        """Write the gradients' addresses, 0 for none; whether any is new.
-
-        None if a gradient needs a closer look: of another element type, device or memory order,
-        sparse, or without memory.
-        """
+    def refresh(self, pointers: np.ndarray) -> int:
+        """Look at all tensors, and write the gradients' addresses, 0 for none."""
 
 
 def make_scan(
@@ -37,34 +38,15 @@ def make_scan(
     plain = all(type(p) in (Tensor, torch.nn.Parameter) for p in params)
     if api is not None and plain:
         try:
-            return NativeScan(params, dense, states, keys, grad_dtype, api)
+            from ._cpu import Scan as NativeScan
         except ImportError:
             pass
+        else:
+            sample = torch.empty(0, dtype=grad_dtype)
+            return NativeScan(
+                params=params, dense=dense, states=states, keys=keys, api=api, sample=sample
+            )
     return PythonScan(params, dense, states, keys, grad_dtype)
-
-
-class NativeScan:
-    def __init__(
-        self,
-        params: list[Tensor],
-        dense: list[Tensor],
-        states: list[dict[str, Any]],
-        keys: tuple[str, ...],
-        grad_dtype: torch.dtype,
-        api: object,
-    ) -> None:
-        from ._cpu import Gradients
-        from ._cpu import Scan as Extension
-
-        sample = torch.empty(0, dtype=grad_dtype)
-        self._scan = Extension(
-            params=params, dense=dense, states=states, keys=keys, api=api, sample=sample
-        )
-        self._answers = {Gradients.same: False, Gradients.moved: True, Gradients.odd: None}
-        self.moved = self._scan.moved
-
-    def refresh(self, pointers: np.ndarray) -> bool | None:
-        return self._answers[self._scan.gradients(pointers)]
 
 
 class PythonScan:
@@ -90,13 +72,15 @@ class PythonScan:
             places += [state[key].data_ptr() for state in self._states]
         return places
 
-    def moved(self) -> bool:
+    def _is_stale(self) -> bool:
         try:
             return self._look() != self._places
         except KeyError:
             return True
 
-    def refresh(self, pointers: np.ndarray) -> bool | None:
+    def refresh(self, pointers: np.ndarray) -> int:
+        if self._is_stale():
+            return STALE
         found = []
         for param, dense in zip(self._params, self._dense, strict=True):
             grad = param.grad
@@ -113,9 +97,9 @@ class PythonScan:
                 found.append(grad.data_ptr() or EMPTY)
             else:
                 self._last = None
-                return None
-        moved = found != self._last
-        if moved:
-            pointers[:] = found
-            self._last = found
-        return moved
+                return ODD
+        if found == self._last:
+            return SAME
+        pointers[:] = found
+        self._last = found
+        return MOVED
