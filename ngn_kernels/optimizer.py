@@ -219,18 +219,9 @@ class NGNOptimizer(Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # tells torch not to wrap it
 
+    @torch.no_grad()
     def _step(
         self, closure: Callable[[], Any] | None = None, *, loss: float | Tensor | None = None
-    ) -> Any:
-        grad_mode = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
-        try:
-            return self._step_without_grad(closure, loss)
-        finally:
-            torch.set_grad_enabled(grad_mode)
-
-    def _step_without_grad(
-        self, closure: Callable[[], Any] | None, loss: float | Tensor | None
     ) -> Any:
         given, value = self._find_loss(closure, loss)
         if value is None:
@@ -321,7 +312,7 @@ class NGNOptimizer(Optimizer):
         for bucket in plan.buckets:
             bucket.backend.prepare(bucket)
         if not plan.refresh():
-            raise RuntimeError("a gradient changed its dtype while the step was being planned")
+            raise RuntimeError("a tensor was replaced while the step was being planned")
         return plan
 
     def _bucket_key(self, param: Tensor) -> BucketKey:

@@ -49,9 +49,9 @@ class Board:
         self.scalars = torch.zeros(5, dtype=self.wide, device=device)
         self.report = torch.zeros(3, dtype=torch.int64, device=device)
         self.groups = torch.zeros(0, 5, dtype=self.wide, device=device)
-        self.on_host = device.type == "cpu"
-        self._host_scalars = self.scalars.numpy() if self.on_host else None
-        self._host_report = self.report.numpy() if self.on_host else None
+        on_host = device.type == "cpu"
+        self._host_scalars = self.scalars.numpy() if on_host else None
+        self._host_report = self.report.numpy() if on_host else None
         self._known: dict[int, float] = {}
         self._hypers: list[Hyper] | None = None
         self._seen = 0
@@ -60,7 +60,7 @@ class Board:
     def set(self, index: int, value: float | Tensor) -> None:
         """Write one scalar without waiting for the device."""
         if isinstance(value, Tensor):
-            if not self.on_host:
+            if self._host_scalars is None:
                 self._known.pop(index, None)
                 self.scalars[index].copy_(value, non_blocking=True)
                 return
@@ -198,7 +198,7 @@ class Bucket:
             first = self.rows[0]
             keys = [k for k, t in zip(STATE_KEYS, (first.m, first.v), strict=True) if t is not None]
             self._scan = make_scan(
-                [row.param for row in self.rows],
+                self._params,
                 [row.dense for row in self.rows],
                 [row.state for row in self.rows],
                 ("step", *keys),

@@ -75,6 +75,12 @@ def apply_constants(rule: Rule, key: BucketKey) -> dict[str, Any]:
     }
 
 
+def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
+    """What a kernel is specialised on."""
+    describe = reduce_constants if kernel == "reduce" else apply_constants
+    return describe(rule, key)
+
+
 def triton_type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
@@ -215,11 +221,10 @@ class TritonBackend:
             tables.refresh(bucket)
             compiled = tables.compiled.get((name, rule))
             if compiled is not None:
-                kernel, constants = compiled
-                kernel[(blocks, 1, 1)](*args, *constants)
+                kernel, values = compiled
+                kernel[(blocks, 1, 1)](*args, *values)
                 return
-            describe = reduce_constants if name == "reduce" else apply_constants
-            named = describe(rule, bucket.key)
+            named = constants(name, rule, bucket.key)
             kernel = getattr(self.kernels, name)
             compiled = kernel[(blocks,)](*args, **named, **options(name, rule, self.target()))
             # The interpreter compiles nothing.

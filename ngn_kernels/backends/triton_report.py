@@ -20,7 +20,7 @@ import torch
 
 from ..plan import BucketKey
 from ..rules import RULES, Rule
-from .triton import THREADS, apply_constants, options, reduce_constants
+from .triton import THREADS, constants, options
 
 POINTERS = {
     "table": "*i64",
@@ -86,8 +86,7 @@ class Variant:
 
     @property
     def constants(self) -> dict[str, Any]:
-        describe = reduce_constants if self.kernel == "reduce" else apply_constants
-        return describe(self.rule, self.key)
+        return constants(self.kernel, self.rule, self.key)
 
     @property
     def columns(self) -> dict[str, tuple[torch.dtype, bool]]:
