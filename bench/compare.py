@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import BenchError
-from .report import Column, Table, duration
+from .report import Column, Table, duration, spread
 
 THRESHOLD = 0.05
 KINDS = ("step", "train")
@@ -70,7 +70,7 @@ def compare(
             new_rows[key]["label"],
             _value(old_rows[key], metric),
             _value(new_rows[key], metric),
-            max(threshold, _spread(old_rows[key]) + _spread(new_rows[key])),
+            max(threshold, spread(old_rows[key]["time"]) + spread(new_rows[key]["time"])),
         )
         for key in shared
     ]
@@ -92,11 +92,6 @@ def _timed_rows(record: dict[str, Any], metric: str) -> dict[Key, dict[str, Any]
 
 def _value(row: dict[str, Any], metric: str) -> float:
     return float(row["time"]["median"] if metric == "time" else row["ratio"])
-
-
-def _spread(row: dict[str, Any]) -> float:
-    time = row["time"]
-    return float((time["high"] - time["low"]) / 2 / time["median"])
 
 
 def _name(key: Key) -> str:

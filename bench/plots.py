@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from .contenders import BASELINE
 from .environment import machine_line
 from .errors import BenchError
-from .report import duration
-from .step_tables import headline_rows, rows_of, workload_names, workload_title
+from .report import duration, rows_of, workload_names
+from .step_tables import headline_rows, workload_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

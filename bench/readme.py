@@ -18,8 +18,8 @@ from . import plots, report
 from .contenders import BASELINE
 from .environment import machine_line
 from .errors import BenchError
-from .report import Column, Table, duration, markdown_table, size
-from .step_tables import headline_rows, rows_of, workload_names, workload_title
+from .report import Column, Table, duration, markdown_table, rows_of, size, workload_names
+from .step_tables import headline_rows, workload_title
 
 START = "<!-- bench:start -->"
 END = "<!-- bench:end -->"

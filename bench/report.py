@@ -21,6 +21,19 @@ REFRESH_SECONDS = 0.25
 Progress = Callable[[float, str], object]
 
 
+def workload_names(record: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["workload"] for row in record["rows"]))
+
+
+def rows_of(record: dict[str, Any], workload: str) -> list[dict[str, Any]]:
+    return [row for row in record["rows"] if row["workload"] == workload]
+
+
+def spread(time: dict[str, Any]) -> float:
+    """`Summary.spread` of a time in a record."""
+    return float((time["high"] - time["low"]) / 2 / time["median"])
+
+
 def duration(seconds: float) -> str:
     """A time with three digits and a unit: 1.23 s, 45.6 ms, 789 µs."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):

@@ -34,8 +34,9 @@ def bandwidth_lanes(
     Optimizers update in place, so that `update` is their measure of the memory: the others also
     fetch, on most CPUs, the lines that they overwrite.
     """
-    a, b = (torch.ones(elements, device=device) for _ in range(2))
-    c = torch.ones(elements, device=device) if "triad" in kernels else b
+    a = torch.ones(elements, device=device)
+    b = a if list(kernels) == ["update"] else torch.ones_like(a)
+    c = torch.ones_like(a) if "triad" in kernels else b
     runs: dict[str, tuple[Callable[[], Tensor], int]] = {
         "read": (lambda: torch.sum(b), 1),
         "copy": (lambda: a.copy_(b), 2),

@@ -111,8 +111,8 @@ def require_memory(workload: Workload, contenders: Sequence[Contender], settings
         for contender in contenders
     )
     temporaries = 3 * size if any(contender.unfused for contender in contenders) else 0
-    copies = 2 * 4 * roofline.large_elements(settings.device)
-    needed = 2 * size + states + temporaries + copies
+    bandwidth = 4 * roofline.large_elements(settings.device)
+    needed = 2 * size + states + temporaries + bandwidth
     if needed > free:
         gib = 2**30
         raise BenchError(

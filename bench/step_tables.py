@@ -7,7 +7,7 @@ from typing import Any
 
 from .contenders import BASELINE, CONTENDERS, NGN_VARIANTS
 from .environment import BACKENDS
-from .report import Column, Table, duration, size
+from .report import Column, Table, duration, rows_of, size, spread, workload_names
 from .workloads import count
 
 COLUMNS = (
@@ -31,14 +31,6 @@ CAPTION = (
     "that the code moves. extra: most memory held during the step beyond parameters, gradients "
     "and state."
 )
-
-
-def workload_names(record: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["workload"] for row in record["rows"]))
-
-
-def rows_of(record: dict[str, Any], workload: str) -> list[dict[str, Any]]:
-    return [row for row in record["rows"] if row["workload"] == workload]
 
 
 def workload_title(row: dict[str, Any]) -> str:
@@ -83,11 +75,10 @@ def _cells(row: dict[str, Any], device_time: bool) -> list[str]:
     if time is None:
         timed = ["–"] * (5 + device_time)
     else:
-        spread = (time["high"] - time["low"]) / 2 / time["median"]
         timed = [
             duration(time["median"]),
             *([duration(time["device_median"])] if device_time else []),
-            f"{spread:.0%}",
+            f"{spread(time):.0%}",
             f"{row['ratio']:.2f}×" if row["ratio"] is not None else "–",
             f"{row['bandwidth'] / 1e9:.1f}",
             f"{row['share']:.0%}" if row["share"] is not None else "–",

@@ -20,7 +20,7 @@ from .contenders import BASELINE, CONTENDERS, Contender, select
 from .environment import first_line, memory_free
 from .errors import BenchError, unknown_name
 from .measure import Clock, Lane, Summary, make_clock, measure, paired_ratio, summarise
-from .report import Column, Table, duration
+from .report import Column, Table, duration, rows_of, spread, workload_names
 from .workloads import count
 
 BATCHES = 64
@@ -333,8 +333,8 @@ COLUMNS = (
 def train_tables(record: dict[str, Any]) -> list[Table]:
     """One table per task, from the JSON record."""
     tables = []
-    for workload in dict.fromkeys(row["workload"] for row in record["rows"]):
-        rows = [row for row in record["rows"] if row["workload"] == workload]
+    for workload in workload_names(record):
+        rows = rows_of(record, workload)
         first = rows[0]
         title = (
             f"{workload}: {count(first['parameters'])} parameters, {first['description']}, "
@@ -357,7 +357,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["label"],
         duration(time["median"]),
-        f"{(time['high'] - time['low']) / 2 / time['median']:.1%}",
+        f"{spread(time):.1%}",
         "–" if row["ratio"] is None else f"{row['ratio']:.3f}×",
         duration(row["update"]),
         "–" if row["update_ratio"] is None else f"{row['update_ratio']:.2f}×",
