@@ -179,7 +179,7 @@ PYBIND11_MODULE(_cpu, module) {
     return names;
   }, "Instruction sets that run here, the best first.");
   module.def("isa", [] { return std::string(current->name); }, "The instruction set in use.");
-  module.def("use_isa", &use_isa, py::arg("name"), "Use another of isas(); the results are the same bits.");
+  module.def("use_isa", &use_isa, py::arg("name"), "Use another of isas(); the results differ by rounding.");
   module.def("use_team_launcher", [](uintptr_t address) {
     ngn::team_launcher = reinterpret_cast<ngn::TeamLauncher>(address);
   }, py::arg("address"), "Run on the threads of the OpenMP library whose GOMP_parallel lies at this address.");

@@ -1,5 +1,5 @@
-// Loops over chunks, blocks and lanes. Compiled once per instruction set (NGN_ISA); no contraction
-// and a fixed number of lanes make the results the same bits on all of them, for any thread count.
+// Loops over chunks, blocks and lanes. Compiled once per instruction set (NGN_ISA). A fixed number of
+// lanes and a fixed order of sums make the results the same bits for any number of threads.
 #include <atomic>
 #include <cstdint>
 #include <vector>
@@ -16,54 +16,55 @@
 namespace ngn {
 namespace {
 
-constexpr int64_t BLOCK = 512;  // staged and summed at once; four columns of it stay in the L1 cache
+constexpr int64_t BLOCK = 512;  // staged or summed at once; four columns of it stay in the L1 cache
 constexpr int LANES = 16;       // partial sums side by side, so that they vectorise without reordering
 
-// `n` elements at `data` as the compute type: in place where the type is the same, or through `stage`.
+// One column of a row as the compute type, multiplied by a factor: in place where its memory holds just
+// that, or through a stage, a block at a time. A column that the rule lacks is null and never asked.
 template <typename T>
-const T* stage_in(const void* data, DType type, int64_t begin, int64_t n, T* stage) {
-  const char* address = static_cast<const char*>(data) + begin * size_of(type);
-  const bool in_place = type == (sizeof(T) == 8 ? DType::float64 : DType::float32);
-  if (in_place && reinterpret_cast<uintptr_t>(address) % alignof(T) == 0) {
-    return reinterpret_cast<const T*>(address);
+class Column {
+ public:
+  Column(const void* data, DType type, T factor = 1)
+      : data_(static_cast<char*>(const_cast<void*>(data))), type_(type), factor_(factor),
+        in_place_(type == (sizeof(T) == 8 ? DType::float64 : DType::float32) && factor == 1 &&
+                  reinterpret_cast<uintptr_t>(data) % alignof(T) == 0) {}
+
+  bool in_place() const { return in_place_; }
+
+  T* in(int64_t begin, int64_t n) {
+    char* address = data_ + begin * size_of(type_);
+    if (in_place_) return reinterpret_cast<T*>(address);
+    with_type(type_, [&](auto element) {
+      using E = decltype(element);
+      for (int64_t i = 0; i < n; ++i) {
+        E value;
+        std::memcpy(&value, address + i * sizeof(E), sizeof(E));
+        stage_[i] = factor_ * static_cast<T>(widen(value));
+      }
+    });
+    return stage_;
   }
-  with_type(type, [&](auto element) {
-    using E = decltype(element);
-    for (int64_t i = 0; i < n; ++i) {
-      E value;
-      std::memcpy(&value, address + i * sizeof(E), sizeof(E));
-      stage[i] = static_cast<T>(widen(value));
-    }
-  });
-  return stage;
-}
 
-template <typename T>
-void stage_out(void* data, DType type, int64_t begin, int64_t n, const T* values) {
-  char* address = static_cast<char*>(data) + begin * size_of(type);
-  if (static_cast<const void*>(values) == address) return;
-  with_type(type, [&](auto element) {
-    using E = decltype(element);
-    for (int64_t i = 0; i < n; ++i) {
-      E value;
-      narrow(values[i], value);
-      std::memcpy(address + i * sizeof(E), &value, sizeof(E));
-    }
-  });
-}
+  // Write back what was changed where in() pointed to.
+  void out(int64_t begin, int64_t n) {
+    if (in_place_) return;
+    char* address = data_ + begin * size_of(type_);
+    with_type(type_, [&](auto element) {
+      using E = decltype(element);
+      for (int64_t i = 0; i < n; ++i) {
+        E value;
+        narrow(stage_[i], value);
+        std::memcpy(address + i * sizeof(E), &value, sizeof(E));
+      }
+    });
+  }
 
-// One column of a row while a block of it is worked on; a column that the rule lacks stays null.
-template <typename T>
-struct Column {
-  Column(const void* data, DType type) : data(const_cast<void*>(data)), type(type) {}
-
-  void* data;
-  DType type;
-  alignas(64) T stage[BLOCK];
-
-  const T* in(int64_t begin, int64_t n) { return stage_in(data, type, begin, n, stage); }
-  T* inout(int64_t begin, int64_t n) { return const_cast<T*>(in(begin, n)); }
-  void out(int64_t begin, int64_t n, const T* values) { stage_out(data, type, begin, n, values); }
+ private:
+  char* data_;
+  DType type_;
+  T factor_;
+  bool in_place_;
+  alignas(64) T stage_[BLOCK];
 };
 
 // Full groups of LANES as vectors, the rest as scalars, through the same element function.
@@ -94,13 +95,13 @@ void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficie
 }
 
 // True if any element kept its old value.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, typename T>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, typename T>
 bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T> k) {
   bool kept = false;
   // As a branch that is hardly ever taken, keeping old values costs next to nothing.
   const auto update_element = [&](auto element, auto gradient) {
     const auto old = element;
-    const auto room = update<MOMENTUM, COORDINATE, RMS>(element, gradient, k);
+    const auto room = update<MOMENTUM, COORDINATE, RMS, DECAY>(element, gradient, k);
     if (__builtin_expect(any_negative(room), 0)) {
       keep(old, room, element);
       kept = true;
@@ -223,7 +224,7 @@ void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int thre
       bucket.partials[i] = {};
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      Column<T> x(row.x, bucket.x_type), v(row.v, bucket.state_type), g(row.g, bucket.g_type);
+      Column<T> x(row.x, bucket.x_type), v(row.v, bucket.state_type), g(row.g, bucket.g_type, k.gradient_scale);
       double weighted[LANES] = {}, alignment[LANES] = {};
       const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
       for (int64_t begin = chunk.begin; begin < end; begin += BLOCK) {
@@ -233,7 +234,7 @@ void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int thre
                                           weighted, alignment);
       }
       const Group& group = bucket.groups[row.group];
-      const double sum = k.bias * sum_lanes(weighted);
+      const double sum = k.unit * sum_lanes(weighted);
       bucket.partials[i] = {effective_lr(rule, group) * sum,
                             group.lr * group.weight_decay * sum_lanes(alignment), RMS ? 0.0 : sum};
     };
@@ -273,20 +274,21 @@ bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, 
       const TensorRow row = bucket.row(chunk.row);
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      Column<T> x(row.x, bucket.x_type), m(row.m, bucket.state_type);
-      Column<T> v(row.v, bucket.state_type), g(row.g, bucket.g_type);
+      Column<T> x(row.x, bucket.x_type), m(row.m, bucket.state_type), v(row.v, bucket.state_type);
+      Column<T> g(row.g, bucket.g_type, k.gradient_scale);
+      const bool in_place = x.in_place() && (!MOMENTUM || m.in_place()) && (!RMS || v.in_place()) && g.in_place();
+      const int64_t block = in_place ? CHUNK : BLOCK;
       bool kept_here = false;
       const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
-      for (int64_t begin = chunk.begin; begin < end; begin += BLOCK) {
-        const int64_t n = end - begin < BLOCK ? end - begin : BLOCK;
-        T* x_block = x.inout(begin, n);
-        T* m_block = MOMENTUM ? m.inout(begin, n) : nullptr;
-        T* v_block = RMS ? v.inout(begin, n) : nullptr;
-        kept_here |= update_block<MOMENTUM, COORDINATE, RMS, T>(x_block, m_block, v_block,
-                                                                g.in(begin, n), n, k);
-        x.out(begin, n, x_block);
-        if (MOMENTUM) m.out(begin, n, m_block);
-        if (RMS) v.out(begin, n, v_block);
+      for (int64_t begin = chunk.begin; begin < end; begin += block) {
+        const int64_t n = end - begin < block ? end - begin : block;
+        kept_here |= with_flag(k.decay != 0, [&](auto decay) {
+          return update_block<MOMENTUM, COORDINATE, RMS, decay.value, T>(
+              x.in(begin, n), MOMENTUM ? m.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr, g.in(begin, n), n, k);
+        });
+        x.out(begin, n);
+        if (MOMENTUM) m.out(begin, n);
+        if (RMS) v.out(begin, n);
       }
       if (kept_here) kept.store(true, std::memory_order_relaxed);
     };
@@ -322,10 +324,10 @@ void apply(const Bucket& bucket, const Rule& rule, int threads, bool last) {
 
 bool runs_here() {
 #if defined(__AVX512F__)
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+  return __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
 #elif defined(__AVX2__)
-  return __builtin_cpu_supports("avx2");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #else
   return true;
 #endif

@@ -1,4 +1,4 @@
-// What cpu.cpp offers to the bindings: one Engine per instruction set, all with the same results.
+// What cpu.cpp offers to the bindings: one Engine per instruction set; results differ by rounding.
 #pragma once
 
 #include "tables.h"

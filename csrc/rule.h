@@ -5,37 +5,30 @@
 #pragma once
 
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 
+#include "arithmetic.h"
 #include "tables.h"
 
-#ifdef __CUDACC__
-#define NGN_HD __host__ __device__
-#else
-#define NGN_HD
-#endif
-
 namespace ngn {
-// One inline namespace per instruction set: the linker must not swap one's functions for another's.
 inline namespace NGN_ISA {
 
 // What every element of a chunk shares, in the type the chunk is computed in. The bias correction of v
-// comes in here and not with every element: with b = sqrt(1 - beta2^t), D = (eps b + sqrt(v)) / b.
+// comes in here and not with every element: with u = 2 sqrt(1 - beta2^t), D u = eps u + 2 sqrt(v).
 template <typename T>
 struct Coefficients {
   T gradient_scale;  // s / grad_scale
   T beta1, beta2, one_minus_beta2;
-  T eps;             // eps b
-  T step;            // (1 - beta1) gamma b; of coordinate rules (1 - beta1) c b
-  T curvature;       // c b / 2h, coordinate rules
+  T eps;             // eps u
+  T step;            // (1 - beta1) gamma u; of coordinate rules (1 - beta1) c u
+  T curvature;       // c u / 2h, coordinate rules
   T decay;           // lambda c, or lambda a
   T x_limit;         // the smallest magnitude that the storage of x, or of m, rounds to infinity
   T state_limit;     // the same of v
-  double bias;       // b
+  double unit;       // u; 1 without RMS
 };
 
 struct Shrink {
@@ -87,59 +80,48 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
                                            double height, double grad_scale, double clip, double rho,
                                            T x_limit, T state_limit) {
   const double a = effective_lr(rule, group);
-  const double bias = rule.rms ? std::sqrt(1 - std::pow(group.beta2, step_count)) : 1.0;
+  const double unit = rule.rms ? 2 * std::sqrt(1 - std::pow(group.beta2, step_count)) : 1.0;
   // gamma = c / (D + c g^2 / 2h), which is 0 at h = 0, whatever g is.
   const double gamma = rule.coordinate ? (height > 0 ? group.lr : 0.0) : a * rho;
-  const double curvature = height > 0 ? group.lr * bias / (2 * height) : 0.0;
+  const double curvature = height > 0 ? group.lr * unit / (2 * height) : 0.0;
   constexpr double largest = std::numeric_limits<T>::max();
   Coefficients<T> k;
   k.gradient_scale = static_cast<T>(clip / grad_scale);
   k.beta1 = static_cast<T>(group.beta1);
   k.beta2 = static_cast<T>(group.beta2);
   k.one_minus_beta2 = static_cast<T>(1 - group.beta2);
-  k.eps = static_cast<T>(group.eps * bias);
-  k.step = static_cast<T>((1 - group.beta1) * gamma * bias);
+  k.eps = static_cast<T>(group.eps * unit);
+  k.step = static_cast<T>((1 - group.beta1) * gamma * unit);
   k.curvature = static_cast<T>(curvature < largest ? curvature : largest);
   k.decay = static_cast<T>(group.weight_decay * a);
   k.x_limit = x_limit < state_limit ? x_limit : state_limit;
   k.state_limit = state_limit;
-  k.bias = bias;
+  k.unit = unit;
   return k;
 }
 
 // V is a scalar T or a vector of them; both know the same operators.
 
-template <typename V>
-NGN_HD inline V root(V value) {
-  if constexpr (std::is_floating_point_v<V>) {
-    return std::sqrt(value);
-  } else {
-    for (std::size_t i = 0; i < sizeof(V) / sizeof(value[0]); ++i) value[i] = std::sqrt(value[i]);
-    return value;
-  }
-}
-
 // v <- beta2 v + (1 - beta2) g^2
 template <typename V, typename T>
 NGN_HD inline V second_moment(V v, V g, const Coefficients<T>& k) {
-  return k.beta2 * v + k.one_minus_beta2 * (g * g);
+  return multiply_add(all<V>(k.one_minus_beta2), g * g, k.beta2 * v);
 }
 
-// D b
+// D u
 template <typename V, typename T>
 NGN_HD inline V preconditioner(V v, const Coefficients<T>& k) {
-  return k.eps + root(v);
+  return add_twice_root<T>(all<V>(k.eps), v);
 }
 
 template <bool RMS, bool REGULARISED, typename V, typename T>
 NGN_HD inline void contribute(V x, V v, V g, const Coefficients<T>& k, V& weighted, V& alignment) {
-  g *= k.gradient_scale;
   if constexpr (RMS) {
     weighted += g * g / preconditioner(second_moment(v, g, k), k);
   } else {
-    weighted += g * g;
+    weighted = multiply_add(g, g, weighted);
   }
-  if constexpr (REGULARISED) alignment += g * x;
+  if constexpr (REGULARISED) alignment = multiply_add(g, x, alignment);
 }
 
 // How far the magnitude of a value is below a limit, counted in floating-point numbers: negative if
@@ -162,24 +144,23 @@ struct Element {
 
 // x, m, v to their new values. Negative where one would not be finite in its storage type: the
 // caller must keep() the old ones there.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, typename V, typename T>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, typename V, typename T>
 NGN_HD inline auto update(Element<V>& element, V g, const Coefficients<T>& k) {
   auto& [x, m, v] = element;
-  g *= k.gradient_scale;
-  V d = V{} + T(1);
+  V d = all<V>(T(1));
   if constexpr (RMS) {
     v = second_moment(v, g, k);
     d = preconditioner(v, k);
   }
-  if constexpr (COORDINATE) d += k.curvature * (g * g);
+  if constexpr (COORDINATE) d = multiply_add(all<V>(k.curvature), g * g, d);
   V displacement = k.step * g / d;
-  displacement += k.decay * x;
-  if constexpr (MOMENTUM) displacement += k.beta1 * m;
+  if constexpr (DECAY) displacement = multiply_add(all<V>(k.decay), x, displacement);
+  if constexpr (MOMENTUM) displacement = multiply_add(all<V>(k.beta1), m, displacement);
   m = displacement;
   x = x - m;
-  // A non-finite m makes x so, too.
+  // A non-finite m makes x so, too, and so does an infinite v whose root is estimated.
   auto room = room_below(x, k.x_limit);
-  if constexpr (RMS) room |= room_below(v, k.state_limit);
+  if constexpr (RMS && !estimates_root<T>) room |= room_below(v, k.state_limit);
   return room;
 }
 
