@@ -52,11 +52,44 @@ def test_ablations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     betas = ["ablate", "--betas", "--beta1", "0.6,0.9", "--beta2", "0.95", *common]
     assert main([*betas, "--out", str(tmp_path / "b")]) == 0
     assert "β₁ = 0.6" in capsys.readouterr().out
+    record = (tmp_path / "b" / "runs.jsonl").read_bytes()
+    (tmp_path / "b" / "betas.png").unlink()
+    assert main([*betas, "--out", str(tmp_path / "b"), "--report-only"]) == 0
     assert (tmp_path / "b" / "betas.png").exists()
+    assert (tmp_path / "b" / "runs.jsonl").read_bytes() == record
     decay = ["ablate", "--weight-decay", "--decay", "0,0.1", "--optimizers", "adamw,ngn-mdv1w"]
     assert main([*decay, *common, "--out", str(tmp_path / "w")]) == 0
     assert "λ = 0.1" in capsys.readouterr().out
     assert (tmp_path / "w" / "weight-decay.png").exists()
+
+
+OWN = """
+import torch
+from torch import nn
+from ngn_bench.lab import Classification
+
+def own(setup):
+    points, labels = torch.randn(20, 2), torch.arange(20) % 2
+    return Classification(nn.Linear(2, 2), (points, labels), (points, labels), EPOCHS, 10)
+"""
+
+
+def test_an_edited_task_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "own_task.py", tmp_path / "out"
+    command = ["sweep", "--task", f"{path}:own", "--optimizers", "sgd", "--lr", "0.1"]
+    command += ["--seeds", "1", "--processes", "1", "--out", str(out)]
+
+    def runs_after(code: str) -> list[int]:
+        path.write_text(code)
+        assert main(command) == 0
+        return [json.loads(line)["steps"] for line in (out / "runs.jsonl").open()]
+
+    assert runs_after(OWN.replace("EPOCHS", "1")) == [2]
+    assert runs_after(OWN.replace("EPOCHS", "1")) == [2]
+    assert runs_after(OWN.replace("EPOCHS", "2")) == [2, 4]
+    path.write_text(OWN.replace("EPOCHS", "3"))
+    assert main([*command, "--report-only"]) != 0
+    assert "these files" in capsys.readouterr().err
 
 
 def test_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,11 +108,20 @@ def test_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["sweep", "--lr", "1e-3;1e-2"], "--lr takes numbers"),
         (["sweep", "--lr", "0,1"], "positive numbers"),
         (["sweep", "--lr", "1:0.1"], "low:high"),
+        (["sweep", "--lr", "1e-3:inf"], "low:high"),
+        (["sweep", "--lr", "1e-3:1:2.5"], "low:high"),
+        (["sweep", "--lr", "1e-3:1:nan"], "low:high"),
+        (["sweep", "--lr", "1e-3:1:2:3"], "low:high"),
         (["sweep", "--seeds", "0"], "--seeds"),
+        (["sweep", "--seeds", "nan"], "--seeds"),
+        (["sweep", "--seeds", "3.7"], "--seeds"),
+        (["sweep", "--seeds", "0,-1"], "--seeds"),
+        (["sweep", "--steps", "0"], "at least 1"),
         (["sweep", "--scale", "3"], "--scale"),
         (["sweep", "--device", "cuda:99"], "not there"),
         (["sweep", "--threads", "0"], "at least 1"),
         (["sweep", "--report-only"], "has no runs"),
+        (["ablate", "--betas", "--report-only"], "has no runs"),
         (["sweep", "--task", "mnist-mlp", "--data-dir", "nowhere"], "train-images-idx3-ubyte"),
     ],
 )
@@ -99,6 +141,8 @@ def test_ablate_needs_to_know_what(capsys: pytest.CaptureFixture[str]) -> None:
 def test_step_sizes_and_seeds() -> None:
     assert cli.step_sizes("1e-3:1e2") == [1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0]
     assert cli.step_sizes("1e-2:1:2") == [0.01, 0.0316, 0.1, 0.316, 1.0]
+    assert cli.step_sizes("1e-3:0.5") == [1e-3, 1e-2, 1e-1]
+    assert cli.step_sizes("1e-2:0.316:2") == [0.01, 0.0316, 0.1, 0.316]
     assert cli.step_sizes("3,1") == [1.0, 3.0]
     assert cli.seeds("3") == [0, 1, 2]
     assert cli.seeds("4,7") == [4, 7]

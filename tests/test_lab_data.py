@@ -51,24 +51,39 @@ def test_a_damaged_mnist_file_is_named(tmp_path: Path) -> None:
         data.mnist(tmp_path)
 
 
+def test_a_cut_packed_file_is_named(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(BenchError, match=r"train-images-idx3-ubyte\.gz cannot be unpacked"):
+        data.mnist(tmp_path)
+
+
+def test_a_missing_token_file_names_the_option(tmp_path: Path) -> None:
+    np.array([1], np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(BenchError, match=r"val\.bin.*--text") as caught:
+        data.language(tmp_path, str(tmp_path), None)
+    assert "--data-dir" not in str(caught.value)
+
+
 def test_a_missing_file_says_which_and_where_from(tmp_path: Path) -> None:
     with pytest.raises(BenchError) as caught:
         data.mnist(tmp_path / "nowhere")
     message = str(caught.value)
     assert "train-images-idx3-ubyte.gz" in message
-    assert "yann.lecun.com" in message
+    assert "MNIST database" in message
     assert "--data-dir" in message
 
 
 READERS = [
-    (data.cifar10, "cifar-10-batches-bin", "cs.toronto.edu"),
-    (data.cifar100, "cifar-100-binary", "cs.toronto.edu"),
+    (data.cifar10, "cifar-10-batches-bin", "University of Toronto"),
+    (data.cifar100, "cifar-100-binary", "University of Toronto"),
     (data.imagenet32, "train_data_batch_1", "image-net.org"),
     (lambda folder: data.imagenet1k(folder, 224), "imagenet1k/train", "image-net.org"),
-    (data.shakespeare, "tinyshakespeare/input.txt", "githubusercontent.com"),
-    (data.rotten_tomatoes, "rt-polarity.neg", "cs.cornell.edu"),
-    (data.ptb, "ptb.train.txt", "fit.vutbr.cz"),
-    (data.wikitext2, "wiki.train.tokens", "wikitext"),
+    (data.shakespeare, "tinyshakespeare/input.txt", "char-rnn"),
+    (data.rotten_tomatoes, "rt-polarity.neg", "Cornell"),
+    (data.ptb, "ptb.train.txt", "RNNLM"),
+    (data.wikitext2, "wiki.train.tokens", "Salesforce Research"),
 ]
 
 

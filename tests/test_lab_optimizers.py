@@ -160,7 +160,7 @@ def test_momsps_is_swept_through_the_cap_of_its_step_size() -> None:
         assert optimizers.step_size(optimizer) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["adam", "ngn-mdv1", "ngn-d", "momo-adam", "adabound"])
+@pytest.mark.parametrize("name", ["adam", "ngn-mdv1", "ngn-d", "momo-adam"])
 def test_the_preconditioner_is_the_corrected_root_mean_square(name: str) -> None:
     parts, loss = problem()
     optimizer = optimizers.make(name, parts, 1e-3)
@@ -169,6 +169,32 @@ def test_the_preconditioner_is_the_corrected_root_mean_square(name: str) -> None
     scale = preconditioner(optimizer, parts[0])
     assert scale is not None
     torch.testing.assert_close(scale, g.abs() + 1e-8, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("lr", [1e-4, 1.0])
+@pytest.mark.parametrize(
+    "name", ["sgd", "rmsprop", "adagrad", "adam", "adabelief", "adabound", "ngn-mdv1"]
+)
+def test_the_coordinates_step_sizes_are_what_was_taken(name: str, lr: float) -> None:
+    """Without momentum, a step is γ/D times the gradient."""
+    parts, loss = problem()
+    optimizer = optimizers.make(name, parts, lr, betas=(0.0, 0.9))
+    for _ in range(3):
+        before, g = parts[0].detach().clone(), parts[0].grad.clone()  # type: ignore[union-attr]
+        optimizers.step(name, optimizer, loss)
+        sizes = optimizers.coordinate_step_sizes(name, optimizer, parts[0])
+        assert sizes is not None
+        taken = (before - parts[0].detach()) / g
+        torch.testing.assert_close(sizes.expand_as(taken), taken, rtol=1e-6, atol=0)
+        loss = loss_of(parts)
+
+
+@pytest.mark.parametrize("name", ["lion", "ngn-d", "ngn-mdv2", "ngn-d-plain"])
+def test_no_step_size_per_coordinate_is_made_up(name: str) -> None:
+    parts, loss = problem()
+    optimizer = optimizers.make(name, parts, 0.1)
+    optimizers.step(name, optimizer, loss)
+    assert optimizers.coordinate_step_sizes(name, optimizer, parts[0]) is None
 
 
 def test_step_sizes_of_scalar_and_coordinate_rules() -> None:

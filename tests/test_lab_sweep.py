@@ -69,6 +69,41 @@ def test_divergence_is_a_result() -> None:
     json.dumps(run, allow_nan=False)
 
 
+def test_a_model_that_broke_in_its_last_step_has_diverged(tmp_path: Path) -> None:
+    """Accuracy stays a number when all logits are NaN: only the held-out loss tells."""
+    one_step = RunSpec("digits-mlp", "sgdm", 1e30, 0, "steps=1e-9,model=0.2")
+    (run,) = sweep([one_step], Record(tmp_path / "runs.jsonl"), Machine())
+    assert run["steps"] == 1
+    assert (run["status"], run["diverged_at"]) == ("diverged", 1)
+
+
+def test_an_overflow_in_the_optimizer_is_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overflow(*arguments: object) -> None:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(train.optimizers, "step", overflow)
+    run = train.run(spec(), Machine())
+    assert (run["status"], run["diverged_at"]) == ("diverged", 1)
+
+
+NO_TEST_SET = """
+import torch
+from torch import nn
+from ngn_bench.lab import Classification
+
+def no_test_set(setup):
+    points, labels = torch.randn(20, 2), torch.arange(20) % 2
+    return Classification(nn.Linear(2, 2), (points, labels), (points[:0], labels[:0]), 1, 10)
+"""
+
+
+def test_a_fault_of_the_task_is_not_divergence(tmp_path: Path) -> None:
+    path = tmp_path / "no_test_set.py"
+    path.write_text(NO_TEST_SET)
+    with pytest.raises(BenchError, match="ZeroDivisionError"):
+        sweep([RunSpec(f"{path}:no_test_set", "adam", 1e-3, 0)], Record(tmp_path / "r"), Machine())
+
+
 def test_a_sweep_never_repeats_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record(tmp_path / "runs.jsonl")
     specs = [spec(lr=lr) for lr in (0.1, 1.0)]

@@ -100,13 +100,34 @@ def test_the_lstm_carries_its_state_through_an_epoch(data_dir: Path) -> None:
     assert isinstance(problem, RecurrentLanguageModel)
     batches = problem.batches(torch.Generator())
     problem.loss(next(batches))
-    kept = problem.state
+    kept = problem.states[0]
     problem.model.eval()
     with torch.no_grad():
         problem.evaluate()
-    assert problem.state is kept
+    assert problem.states[0] is kept
     problem.loss(next(batches))
-    assert not problem.state[0][0].equal(kept[0][0])
+    assert not problem.states[0][0][0].equal(kept[0][0])
+
+
+def test_micro_batches_of_the_lstm_keep_their_own_states(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, *arguments: x)
+    scale = "steps=0.02,model=0.02,batch=0.2,context=0.1"
+    runs = [
+        train.run(RunSpec("ptb-lstm", "adam", 1e-3, 0, scale), Machine(data_dir, micro_batch=size))
+        for size in (None, 1)
+    ]
+    assert runs[0]["steps"] > 5
+    for whole, split in zip(*(run["curve"] for run in runs), strict=True):
+        assert split["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
+
+
+def test_more_steps_than_the_task_has(data_dir: Path) -> None:
+    """The paper's ablation trains the 70m model for 4800 steps, twice as many as elsewhere."""
+    spec = RunSpec("mnist-mlp", "adam", 1e-3, 0, TINY, options=(("steps", "7"),))
+    run = train.run(spec, Machine(data_dir))
+    assert run["steps"] == run["curve"][-1]["step"] == 7
 
 
 def test_an_untrained_language_model_scores_about_its_vocabulary(data_dir: Path) -> None:

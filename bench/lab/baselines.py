@@ -183,14 +183,27 @@ def momsps(params: Iterable[Tensor], lr: float, momentum: float = 0.9) -> Optimi
 
 
 def preconditioner(optimizer: Optimizer, p: Tensor) -> Tensor | None:
-    """D = ε + sqrt(v / (1 − β₂ᵗ)) of one parameter, for optimizers that have one."""
-    state = optimizer.state[p]
-    square = state.get("exp_avg_sq", state.get("grad_avg_sq"))
+    """D of one parameter, by which its step is divided; None for optimizers without one.
+
+    Adam's D = ε + sqrt(v / (1 − β₂ᵗ)); RMSprop and Adagrad do not correct a bias.
+    """
+    state, group = optimizer.state[p], optimizer.param_groups[0]
+    for key in ("square_avg", "sum"):
+        if key in state:
+            return state[key].sqrt() + group["eps"]
+    averages = [state[k] for k in ("exp_avg_sq", "grad_avg_sq", "exp_avg_var") if k in state]
+    if not averages:
+        return None
+    beta2 = group["betas"][1] if "betas" in group else group["beta2"]
+    t = float(state.get("step", group.get("step")))
+    scale = (averages[0] / (1 - beta2**t)).sqrt() + group["eps"]
+    return _bounded(optimizer, scale, t) if "final_lr" in group else scale
+
+
+def _bounded(optimizer: Any, scale: Tensor, t: float) -> Tensor:
+    """The D with which Adam's step would be AdaBound's, whose step sizes are clamped."""
     group = optimizer.param_groups[0]
-    if square is None or "eps" not in group:
-        return None
-    beta2 = group["betas"][1] if "betas" in group else group.get("beta2")
-    if beta2 is None:
-        return None
-    correction = 1 - beta2 ** float(state.get("step", group.get("step")))
-    return (square / correction).sqrt() + group["eps"]
+    lr = group["lr"] / (1 - group["betas"][0] ** t)
+    final = group["final_lr"] * group["lr"] / optimizer.base_lrs[0]
+    low, high = final * (1 - 1 / (group["gamma"] * t + 1)), final * (1 + 1 / (group["gamma"] * t))
+    return lr / (lr / scale).clamp(low, high)

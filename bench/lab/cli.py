@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,9 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="cut the paper's sizes down: 0.1, or some of steps=,model=,batch=,context=",
     )
+    what.add_argument(
+        "--steps", type=int, metavar="N", help="train so many steps, not as many as the task says"
+    )
     model = parser.add_argument_group("lm-transformer++")
     model.add_argument("--size", help="70m, 160m, 410m, 1b, or dim=256,heads=4,layers=4")
     model.add_argument("--text", metavar="PATH", help="a text file, or a folder of .bin tokens")
@@ -78,6 +81,9 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--micro-batch", type=int, metavar="N", help="split batches into such pieces")
     how.add_argument(
         "--loader-workers", type=int, default=0, metavar="N", help="ImageNet-1k: JPEG readers (0)"
+    )
+    how.add_argument(
+        "--report-only", action="store_true", help="draw what the record has, train nothing"
     )
     how.add_argument("--html", action="store_true", help="also write report.html, one file")
     _add_places(how)
@@ -111,9 +117,6 @@ def _add_sweep(subparsers: Any) -> None:
         type=float,
         metavar="M",
         help="what counts as good: points of accuracy (0.5) or per cent of perplexity (5)",
-    )
-    parser.add_argument(
-        "--report-only", action="store_true", help="draw what the record has, train nothing"
     )
     parser.add_argument(
         "--list", action="store_true", help="list tasks and optimizers, and what is not installed"
@@ -163,12 +166,14 @@ def step_sizes(text: str) -> list[float]:
     if ":" not in text:
         values = numbers(text, "--lr")
     else:
-        parts = numbers(text.replace(":", ","), "--lr")
-        per_decade = int(parts[2]) if len(parts) == 3 else 1
-        if len(parts) not in (2, 3) or not 0 < parts[0] < parts[1] or per_decade < 1:
+        low, high, per_decade, *rest = [*numbers(text.replace(":", ","), "--lr"), 1.0]
+        counted = per_decade >= 1 and per_decade.is_integer()
+        if rest[1:] or not 0 < low < high < math.inf or not counted:
             raise BenchError(f"--lr takes low:high or low:high:per-decade, not {text!r}")
-        count = round(math.log10(parts[1] / parts[0]) * per_decade)
-        values = [float(f"{parts[0] * 10 ** (k / per_decade):.3g}") for k in range(count + 1)]
+        count = round(math.log10(high / low) * per_decade)
+        exact = [low * 10 ** (k / per_decade) for k in range(count + 1)]
+        rounded = [float(f"{value:.3g}") for value in exact]
+        values = [r for r, e in zip(rounded, exact, strict=True) if min(r, e) <= high]
     if not all(0 < value < math.inf for value in values):
         raise BenchError(f"step sizes are positive numbers, not {text!r}")
     return sorted(set(values))
@@ -176,12 +181,11 @@ def step_sizes(text: str) -> list[float]:
 
 def seeds(text: str) -> list[int]:
     """`3` for the seeds 0, 1, 2, or `0,4,7` for these."""
-    values = [int(value) for value in numbers(text, "--seeds")]
-    if len(values) == 1:
-        values = list(range(values[0]))
-    if not values or min(values) < 0:
+    given = numbers(text, "--seeds")
+    if given == [0] or not all(value.is_integer() and value >= 0 for value in given):
         raise BenchError(f"--seeds takes a number of seeds, or seeds, not {text!r}")
-    return values
+    values = [int(value) for value in given]
+    return list(range(values[0])) if len(values) == 1 else values
 
 
 def selected(text: str) -> tuple[list[str], list[str]]:
@@ -219,14 +223,20 @@ def _machine(args: argparse.Namespace) -> Any:
 
 
 def _common_spec(args: argparse.Namespace) -> dict[str, Any]:
-    from .tasks import Scale, find_task
+    from .tasks import Scale, find_task, fingerprint, task_file
 
     find_task(args.task)
-    options = {key: getattr(args, key) for key in ("size", "text", "tokenizer")}
+    options = {key: getattr(args, key) for key in ("size", "text", "tokenizer", "steps")}
+    given = {key: str(value) for key, value in options.items() if value is not None}
+    own = [
+        task_file(args.task),
+        *(Path(given[key]) for key in ("text", "tokenizer") if key in given),
+    ]
     return {
         "task": args.task,
         "scale": str(Scale.parse(args.scale)),
-        "options": tuple(sorted((key, value) for key, value in options.items() if value)),
+        "options": tuple(sorted(given.items())),
+        "files": fingerprint([path for path in own if path is not None]),
     }
 
 
@@ -234,8 +244,9 @@ def _train(args: argparse.Namespace, specs: Sequence[Any], folder: Path) -> list
     from .sweep import Record, sweep
 
     processes = args.processes or os.cpu_count() or 1
-    if min(processes, args.threads, args.micro_batch or 1) < 1:
-        raise BenchError("--processes, --threads and --micro-batch are at least 1")
+    counts = (processes, args.threads, args.micro_batch, args.steps)
+    if any(count is not None and count < 1 for count in counts):
+        raise BenchError("--processes, --threads, --micro-batch and --steps are at least 1")
     record = Record(folder / "runs.jsonl")
     try:
         return sweep(specs, record, _machine(args), processes)
@@ -251,7 +262,6 @@ def run_sweep(args: argparse.Namespace) -> int:
     """`ngn-bench sweep`."""
     from . import figures
     from .results import Results, tables
-    from .sweep import Record
 
     if args.list:
         return _list()
@@ -259,13 +269,10 @@ def run_sweep(args: argparse.Namespace) -> int:
     names, missing = selected(args.optimizers)
     common = _common_spec(args)
     folder = _folder(args, args.task)
-    specs = _grid(args, names, common)
     if args.report_only:
-        runs = [run for run in Record(folder / "runs.jsonl").read() if _matches(run, common)]
-        if not runs:
-            raise BenchError(f"{folder / 'runs.jsonl'} has no runs of this task and scale")
+        runs = _recorded(folder, common, lambda s: s["betas"] is None and s["weight_decay"] == 0)
     else:
-        runs = _train(args, specs, folder)
+        runs = _train(args, _grid(args, names, common), folder)
     results = Results(runs)
     margin = args.margin if args.margin is not None else results.default_margin
     shown = tables(results, margin)
@@ -290,11 +297,25 @@ def _grid(args: argparse.Namespace, names: Sequence[str], common: dict[str, Any]
     ]
 
 
-def _matches(run: dict[str, Any], common: dict[str, Any]) -> bool:
-    spec = run["spec"]
-    same = all(spec[key] == common[key] for key in ("task", "scale"))
-    plain = spec["betas"] is None and spec["weight_decay"] == 0
-    return same and plain and spec["options"] == dict(common["options"])
+def _recorded(
+    folder: Path, common: dict[str, Any], wanted: Callable[[dict[str, Any]], bool]
+) -> list[Any]:
+    """The record's runs of this task, scale and files whose spec is wanted."""
+    from .sweep import Record
+    from .train import RunSpec
+
+    record = Record(folder / "runs.jsonl")
+    same = common | {"options": dict(common["options"])}
+    runs = []
+    for run in record.read():
+        spec = RunSpec.from_json(run["spec"]).as_json()
+        if wanted(spec) and all(spec[key] == value for key, value in same.items()):
+            runs.append(run)
+    if not runs:
+        raise BenchError(
+            f"{record.path} has no runs of this task with this scale, these options and these files"
+        )
+    return runs
 
 
 def _publish(
@@ -360,7 +381,12 @@ def run_ablate(args: argparse.Namespace) -> int:
         for lr in lrs
     ]
     folder = _folder(args, f"{args.task}-{'betas' if args.betas else 'weight-decay'}")
-    runs = _train(args, specs, folder)
+    if args.report_only:
+        key = "betas" if args.betas else "weight_decay"
+        values = [variant[key] for variant in variants]
+        runs = _recorded(folder, common, lambda spec: spec[key] in values)
+    else:
+        runs = _train(args, specs, folder)
     shown, drawn = (ablate.betas if args.betas else ablate.weight_decay)(runs)
     _publish(folder, args.html, f"Ablation: {args.task}", shown, drawn, runs)
     for line in missing:

@@ -10,6 +10,7 @@ import functools
 import gzip
 import importlib
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -68,7 +69,12 @@ def _require(condition: bool, path: Path, what: str) -> None:
 
 def _idx(path: Path) -> Tensor:
     """An array in MNIST's IDX format: type and rank in four bytes, big-endian sizes, then bytes."""
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, OSError, zlib.error) as error:
+            raise BenchError(f"{path} cannot be unpacked ({error}): get the file again") from error
     _require(content[:3] == b"\x00\x00\x08" and len(content) > 3, path, "an IDX file of bytes")
     rank = content[3]
     shape = np.frombuffer(content, ">u4", rank, 4).astype(int).tolist()
@@ -80,7 +86,9 @@ def _idx(path: Path) -> Tensor:
 @functools.cache
 def mnist(data_dir: Path) -> Split:
     """MNIST from its four IDX files, packed or not."""
-    source = "the MNIST database, http://yann.lecun.com/exdb/mnist/ and its mirrors"
+    source = (
+        "the MNIST database of handwritten digits by LeCun, Cortes and Burges, or a mirror of it"
+    )
 
     def part(prefix: str) -> Images:
         arrays = []
@@ -160,7 +168,7 @@ def _binary_images(paths: Sequence[Path], label_bytes: int) -> Images:
     return _stack(batches)
 
 
-CIFAR_SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (binary or Python version)"
+CIFAR_SOURCE = "the CIFAR page of Alex Krizhevsky, University of Toronto (binary or Python version)"
 
 
 @functools.cache
@@ -195,7 +203,7 @@ def cifar100(data_dir: Path) -> Split:
 @functools.cache
 def imagenet32(data_dir: Path) -> Split:
     """ImageNet at 32×32: ten training batches and `val_data`, pickled or as .npz."""
-    source = "https://image-net.org/download-images.php (downsampled images, 32×32)"
+    source = "the downloads of image-net.org (downsampled images, 32×32)"
     folder = data_dir / "imagenet32"
 
     def part(names: Sequence[str]) -> Images:
@@ -270,8 +278,8 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Tensor, int]]):
 def imagenet1k(data_dir: Path, side: int) -> tuple[ImageFolder, ImageFolder]:
     """ImageNet-1k: `imagenet1k/train/<class>/*.JPEG` and `imagenet1k/val/<class>/*.JPEG`."""
     source = (
-        "https://image-net.org/download-images.php (ILSVRC2012; the validation images have to be "
-        "sorted into one folder per class)"
+        "the downloads of image-net.org (ILSVRC2012; the validation images have to be sorted into "
+        "one folder per class)"
     )
     train = locate(data_dir, ["imagenet1k/train"], source)
     val = locate(data_dir, ["imagenet1k/val"], source)
@@ -287,9 +295,7 @@ def _characters(text: str) -> Text:
 
 
 def shakespeare_path(data_dir: Path) -> Path:
-    source = (
-        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-    )
+    source = "the folder data/tinyshakespeare of Karpathy's repository char-rnn"
     return locate(data_dir, ["tinyshakespeare/input.txt"], source)
 
 
@@ -302,7 +308,7 @@ def shakespeare(data_dir: Path) -> Text:
 @functools.cache
 def rotten_tomatoes(data_dir: Path) -> Text:
     """The sentences of the Rotten Tomatoes polarity set, by character, in a fixed random order."""
-    source = "https://www.cs.cornell.edu/people/pabo/movie-review-data/ (sentence polarity v1.0)"
+    source = "the sentence polarity dataset v1.0 of Pang and Lee's movie review data, Cornell"
     lines: list[str] = []
     for kind in ("neg", "pos"):
         path = locate(data_dir, [f"rotten_tomatoes/rt-polarity.{kind}"], source)
@@ -327,7 +333,7 @@ def _words(train: Path, held_out: Path) -> Text:
 @functools.cache
 def ptb(data_dir: Path) -> Text:
     """The Penn Treebank as prepared by Mikolov, by word."""
-    source = "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz (folder data)"
+    source = "the folder data of simple-examples.tgz, the examples of Mikolov's RNNLM toolkit"
     train = locate(data_dir, ["ptb/ptb.train.txt"], source)
     return _words(train, locate(data_dir, ["ptb/ptb.valid.txt"], source))
 
@@ -335,7 +341,7 @@ def ptb(data_dir: Path) -> Text:
 @functools.cache
 def wikitext2(data_dir: Path) -> Text:
     """WikiText-2 by word, from its `.tokens` files or the raw ones."""
-    source = "https://huggingface.co/datasets/Salesforce/wikitext (wikitext-2-v1)"
+    source = "WikiText-2 by Merity et al., Salesforce Research, word-level or raw"
     stems = ["wikitext-2/wiki.{}.tokens", "wikitext-2/wiki.{}.raw", "wikitext-2-raw/wiki.{}.raw"]
     train, held_out = (
         locate(data_dir, [stem.format(part) for stem in stems], source)
@@ -356,10 +362,7 @@ def language(data_dir: Path, text: str | None, tokenizer: str | None) -> Text:
     """
     path = Path(text) if text else shakespeare_path(data_dir)
     if path.is_dir():
-        train, held_out = (
-            torch.from_numpy(np.fromfile(locate(path, [f"{part}.bin"], "a tokenizer"), np.int16))
-            for part in ("train", "val")
-        )
+        train, held_out = (_stored_tokens(path / f"{part}.bin") for part in ("train", "val"))
         vocab = _tokenizer(tokenizer).get_vocab_size() if tokenizer else NEOX_VOCAB
         return Text(train, held_out, vocab)
     if not path.exists():
@@ -374,6 +377,15 @@ def language(data_dir: Path, text: str | None, tokenizer: str | None) -> Text:
         tokens, vocab = torch.from_numpy(np.fromfile(path, np.uint8)), 256
     cut = int(0.9 * len(tokens))
     return Text(tokens[:cut], tokens[cut:], vocab)
+
+
+def _stored_tokens(path: Path) -> Tensor:
+    if not path.exists():
+        raise BenchError(
+            f"missing tokens: {path}. A folder given with --text holds train.bin and val.bin, "
+            "16-bit token numbers without a header"
+        )
+    return torch.from_numpy(np.fromfile(path, np.int16))
 
 
 def _tokenizer(path: str) -> Any:
@@ -401,7 +413,7 @@ def diabetes(data_dir: Path) -> Table:
         rows = np.loadtxt(path, delimiter=",", skiprows=int(header))
         _require(rows.ndim == 2 and rows.shape[1] == 9, path, "a table of 8 features and a target")
         return Table(rows[:, :-1], rows[:, -1], "Pima Indians Diabetes")
-    what = f"without {path} (Pima Indians Diabetes, from https://www.openml.org), diabetes"
+    what = f"without {path} (the Pima Indians Diabetes Database as CSV), diabetes"
     datasets = optional("sklearn.datasets", "scikit-learn", what)
     features, targets = datasets.load_diabetes(return_X_y=True)
     name = f"scikit-learn's diabetes set, not the paper's Pima set (no {path})"

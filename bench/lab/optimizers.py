@@ -186,3 +186,14 @@ def step_size(optimizer: Optimizer) -> float | None:
         return None if sizes is None else float(sizes[0])
     noted = getattr(optimizer, "last_step_size", None)
     return float(noted if noted is not None else optimizer.param_groups[0]["lr"])
+
+
+def coordinate_step_sizes(name: str, optimizer: Optimizer, p: Tensor) -> Tensor | None:
+    """γ/D of each coordinate of `p` in the last step, D = 1 for steps along the gradient.
+
+    None where no γ or no D exists: coordinate-wise NGN rules, and Lion, which takes signs.
+    """
+    size, scale = step_size(optimizer), baselines.preconditioner(optimizer, p)
+    if scale is None and find(name).family == "gradient":
+        scale = p.new_ones(())
+    return None if size is None or scale is None else size / scale

@@ -18,6 +18,8 @@ from .data import ImageFolder, Text
 Batch = tuple[Tensor, ...]
 Schedule = Callable[[float, int, int], float]
 Prepare = Callable[[Tensor, bool], Tensor]
+States = dict[int, Any]
+"""The state of a recurrent model, by the first column of the piece of the batch it belongs to."""
 
 
 def constant(lr: float, step: int, steps: int) -> float:
@@ -237,7 +239,11 @@ class LanguageModel(Problem):
 
 
 class RecurrentLanguageModel(Problem):
-    """Next-word prediction on a text read in order, the state carried from chunk to chunk."""
+    """Next-word prediction on a text read in order, the state carried from chunk to chunk.
+
+    The text runs in columns side by side. A batch is a chunk of words and the numbers of its
+    columns, so that each piece of a split batch finds the state of its own columns.
+    """
 
     metric = "perplexity"
 
@@ -255,7 +261,7 @@ class RecurrentLanguageModel(Problem):
         per_epoch = math.ceil((self.columns.shape[1] - 1) / chunk)
         super().__init__(model, _steps(epochs, per_epoch))
         self.chunk = chunk
-        self.state: Any = None
+        self.states: States = {}
 
     @staticmethod
     def _in_columns(tokens: Tensor, count: int) -> Tensor:
@@ -263,24 +269,26 @@ class RecurrentLanguageModel(Problem):
         return tokens[: length * count].view(count, length)
 
     def _chunks(self, columns: Tensor) -> Iterator[Batch]:
+        numbers = torch.arange(len(columns))
         for start in range(0, columns.shape[1] - 1, self.chunk):
-            yield (columns[:, start : start + self.chunk + 1],)
+            yield columns[:, start : start + self.chunk + 1], numbers
 
     def batches(self, generator: torch.Generator) -> Iterator[Batch]:
         while True:
-            self.state = None
+            self.states = {}
             yield from self._chunks(self.columns)
 
     def loss(self, batch: Batch) -> Tensor:
-        (words,) = batch
-        logits, self.state = self.model(words[:, :-1], self.state)
+        words, numbers = batch
+        piece = int(numbers[0])
+        logits, self.states[piece] = self.model(words[:, :-1], self.states.get(piece))
         return F.cross_entropy(logits.flatten(0, 1).float(), words[:, 1:].flatten())
 
     def evaluate(self) -> Evaluation:
-        kept, self.state = self.state, None
+        kept, self.states = self.states, {}
         loss = count = 0.0
-        for (words,) in self._chunks(self.test_columns):
-            loss += float(self.loss((words.to(self.device),))) * (words.shape[1] - 1)
+        for words, numbers in self._chunks(self.test_columns):
+            loss += float(self.loss((words.to(self.device), numbers))) * (words.shape[1] - 1)
             count += words.shape[1] - 1
-        self.state = kept
+        self.states = kept
         return Evaluation(loss / count, _perplexity(loss / count))

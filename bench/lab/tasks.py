@@ -6,12 +6,13 @@ A task is a function from a `Setup` to a `Problem`. One's own is named `file.py:
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -140,6 +141,29 @@ def find_task(name: str) -> Build:
     if not callable(getattr(module, function, None)):
         raise BenchError(f"{place} has no function {function!r}")
     return getattr(module, function)
+
+
+def task_file(name: str) -> Path | None:
+    """The file of a task of one's own; None for the paper's tasks."""
+    if name in TASKS:
+        return None
+    place = name.rpartition(":")[0]
+    if place.endswith(".py"):
+        return Path(place)
+    spec = importlib.util.find_spec(place)
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def fingerprint(paths: Sequence[Path]) -> str:
+    """A short hash of the content of files, and of the files of folders; empty without any."""
+    digest = hashlib.sha256()
+    for path in paths:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        for file in filter(Path.is_file, files):
+            with file.open("rb") as stream:
+                while block := stream.read(2**20):
+                    digest.update(block)
+    return digest.hexdigest()[:16] if paths else ""
 
 
 def describe(error: Exception, task_name: str) -> str:

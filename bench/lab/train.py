@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from .. import environment
 from ..errors import BenchError
 from . import optimizers
-from .baselines import preconditioner
 from .problems import Batch, Problem
 from .tasks import Scale, Setup, find_task
 
@@ -39,6 +38,8 @@ class RunSpec:
     betas: tuple[float, float] | None = None
     weight_decay: float = 0.0
     options: tuple[tuple[str, str], ...] = field(default=())
+    files: str = ""
+    """Fingerprint of the user's own files that the run depends on."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"options": dict(self.options)}
@@ -134,6 +135,8 @@ def _build(spec: RunSpec, machine: Machine) -> Problem:
             "such as ngn_bench.lab.Classification"
         )
     problem.model.to(machine.device)
+    if "steps" in setup.options:
+        problem.steps = int(setup.options["steps"])
     return problem
 
 
@@ -153,8 +156,8 @@ class Training:
 
     `curve` holds, per evaluation, the mean training loss since the last one and the held-out loss
     and score. `telemetry` holds, per sample, the step size γ, and for each watched parameter the
-    median of γ/D and the norm of the update. (The paper plots the mean of γ/D, which in a network
-    with ReLUs is decided by the few coordinates that hardly ever see a gradient.)
+    median and the mean of γ/D and the norm of the update. (The paper plots the mean, which in a
+    network with ReLUs is decided by the few coordinates that hardly ever see a gradient.)
     """
 
     def __init__(
@@ -175,17 +178,13 @@ class Training:
         self.telemetry: dict[str, Any] = {
             "step": [],
             "step_size": [],
-            "layers": {name: {"step_size": [], "update": []} for name in self.watched},
+            "layers": {
+                name: {"step_size": [], "step_size_mean": [], "update": []} for name in self.watched
+            },
         }
 
     def run(self) -> None:
         """Train to the end, or until a number overflows."""
-        try:
-            self._loop()
-        except ArithmeticError:
-            self.diverged_at = self.step
-
-    def _loop(self) -> None:
         problem = self.problem
         samples = _spread(SAMPLES, problem.steps)
         evaluations = _spread(problem.evaluations, problem.steps)
@@ -197,11 +196,11 @@ class Training:
                 group["lr"] = problem.schedule(self.spec.lr, self.step, problem.steps)
             loss = self.backward(next(batches))
             losses.append(float(loss))
-            if not math.isfinite(losses[-1]):
+            healthy = math.isfinite(losses[-1]) and self.update(loss, self.step in samples)
+            if healthy and self.step in evaluations:
+                healthy = self.evaluate(losses)
+            if not healthy:
                 self.diverged_at = self.step
-                return
-            self.update(loss, self.step in samples)
-            if self.step in evaluations and not self.evaluate(losses):
                 return
 
     def backward(self, batch: Batch) -> Tensor:
@@ -226,23 +225,27 @@ class Training:
         dtype = self.problem.autocast
         return torch.autocast(self.problem.device.type, dtype=dtype, enabled=dtype is not None)
 
-    def update(self, loss: Tensor, sample: bool) -> None:
-        """The optimizer's step; on a sample, also what it did."""
-        if not sample:
+    def update(self, loss: Tensor, sample: bool) -> bool:
+        """The optimizer's step; on a sample, also what it did. False if the step overflowed."""
+        before = {name: p.detach().clone() for name, p in self.watched.items()} if sample else {}
+        optimizers.observe(self.optimizer, sample)
+        try:
             optimizers.step(self.spec.optimizer, self.optimizer, loss)
-            return
-        before = {name: p.detach().clone() for name, p in self.watched.items()}
-        optimizers.observe(self.optimizer, True)
-        optimizers.step(self.spec.optimizer, self.optimizer, loss)
-        optimizers.observe(self.optimizer, False)
-        size = optimizers.step_size(self.optimizer)
+        except ArithmeticError:
+            return False
+        if sample:
+            self.note(before)
+        return True
+
+    def note(self, before: dict[str, Tensor]) -> None:
+        """Add the last step's sizes to the telemetry."""
         self.telemetry["step"].append(self.step)
-        self.telemetry["step_size"].append(_finite(size))
+        self.telemetry["step_size"].append(_finite(optimizers.step_size(self.optimizer)))
         for name, p in self.watched.items():
-            scale = preconditioner(self.optimizer, p)
-            typical = size if size is None or scale is None else size / float(scale.median())
+            sizes = optimizers.coordinate_step_sizes(self.spec.optimizer, self.optimizer, p)
             layer = self.telemetry["layers"][name]
-            layer["step_size"].append(_finite(typical))
+            for key, pick in (("step_size", torch.median), ("step_size_mean", torch.mean)):
+                layer[key].append(None if sizes is None else _finite(float(pick(sizes))))
             layer["update"].append(_finite(float((p.detach() - before[name]).norm())))
 
     def evaluate(self, losses: list[float]) -> bool:
@@ -251,8 +254,7 @@ class Training:
         with torch.no_grad(), self.autocast():
             held_out = self.problem.evaluate()
         self.problem.model.train()
-        if not math.isfinite(held_out.score):
-            self.diverged_at = self.step
+        if not all(map(math.isfinite, held_out)):
             return False
         point = {"step": self.step, "train_loss": sum(losses) / len(losses)}
         self.curve.append(point | {"loss": held_out.loss, "score": held_out.score})
