@@ -15,7 +15,18 @@ import torch
 
 from .errors import BenchError
 
-PACKAGES = ("ngn-kernels", "torch", "triton", "numpy", "momo-opt", "matplotlib", "rich")
+PACKAGES = (
+    "ngn-kernels",
+    "torch",
+    "triton",
+    "numpy",
+    "momo-opt",
+    "pytorch_optimizer",
+    "MomSPS",
+    "scikit-learn",
+    "matplotlib",
+    "rich",
+)
 BACKENDS = ("cpu", "triton", "reference")
 
 

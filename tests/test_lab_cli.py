@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +99,22 @@ def test_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["toy", "diabetes", *arguments]) == 0
     assert "not the paper's Pima set" in capsys.readouterr().out
     assert (tmp_path / "diabetes.png").exists()
+
+
+def test_every_toy_has_its_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ngn_bench.lab import toys
+
+    tiny: dict[str, dict[str, Any]] = {name: {"iterations": 20} for name in toys.TOYS}
+    tiny["quadratic"] = {"lengths": (20,)}
+    for name, options in tiny.items():
+        monkeypatch.setitem(toys.TOYS, name, functools.partial(toys.TOYS[name], **options))
+    assert main(["toy", "all", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("picture: ") == len(list(tmp_path.glob("*.png"))) == 6
+    for words in ("x² + x⁴: evaluations", "Rosenbrock from", "many minima: starts", "quadratic:"):
+        assert words in printed
 
 
 @pytest.mark.parametrize(

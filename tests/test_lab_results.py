@@ -152,6 +152,22 @@ def test_the_grid_table_shows_every_step_size() -> None:
     assert "diverged" in text
 
 
+def test_skipped_steps_are_marked() -> None:
+    runs = accuracy_runs()
+    assert "†" not in markdown_table(grid_table(Results(runs), ["ngn-m"]))
+    runs[2]["skipped_steps"] = 3
+    shown = grid_table(Results(runs), ["ngn-m"])
+    assert shown.rows[0][2].endswith("†")
+    assert "†: the optimizer skipped steps as not finite, 3 in all" in shown.caption
+    assert "†" in range_table(Results(runs), 0.5).caption
+
+
+def test_what_lion_does_with_its_second_beta_is_said() -> None:
+    assert (
+        "0.99 where others have 0.999" in range_table(Results([run("lion", 0.1, 97.0)]), 1).caption
+    )
+
+
 def test_the_papers_scores_belong_to_tasks_and_optimizers() -> None:
     from ngn_bench.lab.optimizers import OPTIMIZERS
 
@@ -178,6 +194,17 @@ def test_every_optimizer_has_a_colour() -> None:
     from ngn_bench.lab.optimizers import OPTIMIZERS
 
     assert set(figures.COLOURS) == set(OPTIMIZERS)
+
+
+def test_the_colours_of_a_family_can_be_told_apart() -> None:
+    from itertools import combinations
+
+    from ngn_bench.lab.optimizers import OPTIMIZERS
+
+    for one, other in combinations(OPTIMIZERS.values(), 2):
+        if one.family == other.family:
+            a, b = (bytes.fromhex(figures.COLOURS[entry.name][1:]) for entry in (one, other))
+            assert math.dist(a, b) > 60, (one.name, other.name)
 
 
 def test_the_page_is_one_file_that_needs_nothing_else() -> None:
@@ -209,7 +236,13 @@ def test_beta_ablation_tables_and_picture() -> None:
         "mnist-mlp: perplexity of NGN-MDv1, β₁ = 0.9",
         "mnist-mlp: perplexity of Adam, β₂ = 0.95",
         "mnist-mlp: perplexity of Adam, β₁ = 0.9",
+        "the paper: perplexity of NGN-MDv1, β₂ = 0.95",
+        "the paper: perplexity of NGN-MDv1, β₁ = 0.9",
+        "the paper: perplexity of Adam, β₂ = 0.95",
+        "the paper: perplexity of Adam, β₁ = 0.9",
     ]
+    assert shown[4].rows[-1] == ["0.03", "278 ± 6", "129 ± 2", "34.6 ± 0.1", "35.6 ± 0.1"]
+    assert all(len(row) == len(table.columns) for table in shown[4:] for row in table.rows)
     assert shown[0].rows[1] == ["0.03", "diverged", "40.00"]
     assert set(drawn) == {"betas"}
 

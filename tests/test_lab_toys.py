@@ -92,14 +92,86 @@ def test_many_minima_shares() -> None:
     assert share("sgdm-zero") < 0.15
 
 
+def png_size(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
+
+
+def drawn(toy: toys.Toy, folder: Path) -> set[str]:
+    """The names of the toy's figures; each is a PNG of a size that one can read."""
+    for name, figure in toy.figures.items():
+        width, height = png_size(figures.save(figure, folder / f"{name}.png"))
+        assert 700 < width < 4000 and 300 < height < 2000, name
+    return set(toy.figures)
+
+
+def by_first_column(toy: toys.Toy) -> dict[str, list[str]]:
+    (table,) = toy.tables
+    return {row[0]: list(row[1:]) for row in table.rows}
+
+
+def test_x2x4_prints_and_draws(tmp_path: Path) -> None:
+    toy = toys.x2x4(tmp_path, iterations=700)
+    rows = by_first_column(toy)
+    assert rows["10"] == ["269", "diverged at 2", "diverged at 2"]
+    assert rows["0.01"][1] == "691"
+    assert rows["0.0001"][0].endswith("at the end")
+    assert drawn(toy, tmp_path) == {"x2x4"}
+
+
+def test_rosenbrock_prints_and_draws(tmp_path: Path) -> None:
+    toy = toys.rosenbrock(tmp_path, iterations=4000)
+    rows = by_first_column(toy)
+    assert rows["0.1"][0].startswith("converged in 1")
+    assert all(rows[lr][1] == "diverged" for lr in ("0.01", "0.1", "1", "10", "100"))
+    assert rows["0.001"][1].startswith("loss ")
+    assert drawn(toy, tmp_path) == {"rosenbrock-trajectories", "rosenbrock-losses"}
+
+
+def test_many_minima_prints_and_draws(tmp_path: Path) -> None:
+    toy = toys.many_minima(tmp_path, iterations=300)
+    rows = by_first_column(toy)
+    assert list(rows) == ["1", "10", "100", "1000"]
+    ngn_m, sgdm, ngn_m_lost, sgdm_lost = (float(cell.split()[0]) for cell in rows["1000"])
+    assert ngn_m > 50 and sgdm < 1
+    assert ngn_m_lost == 0 and sgdm_lost > 99
+    assert drawn(toy, tmp_path) == {"many-minima"}
+
+
+def test_quadratic_prints_and_draws(tmp_path: Path) -> None:
+    """The theoretical choices beat the fixed ones, the more the worse the condition."""
+    toy = toys.quadratic(tmp_path, lengths=(300,))
+    (table,) = toy.tables
+    numbers = [[float(cell) for cell in row] for row in table.rows]
+    conditions, shifts, lengths, *finals = zip(*numbers, strict=True)
+    assert conditions == tuple(sorted(conditions)) and conditions[0] < 10 < 400 < conditions[-1]
+    assert shifts == (30, 22, 10) and set(lengths) == {300}
+    per_sqrt_k, per_sqrt_total, fixed, small = finals
+    for k in (1, 2):
+        assert max(per_sqrt_k[k], per_sqrt_total[k]) < fixed[k] < small[k]
+    assert drawn(toy, tmp_path) == {"quadratic"}
+
+
+def test_the_quadratics_step_sizes_follow_their_schedules() -> None:
+    """With β = 0 and one coordinate, each step is c_k / (1 + c_k g² / 2f) times the gradient."""
+
+    def function(x: torch.Tensor) -> tuple[float, torch.Tensor]:
+        return 0.5 * float(x) ** 2, x.clone()
+
+    run = toys.minimise(function, [4.0], "ngn-m", lambda k: k**-0.5, 5, beta=0.0, keep_points=True)
+    x = 4.0
+    for k in range(1, 5):
+        x -= x * k**-0.5 / (1 + k**-0.5)
+        assert run.points[k][0] == pytest.approx(x)
+
+
 def test_diabetes_prints_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     toy = toys.diabetes(tmp_path, iterations=60)
     assert "not the paper's Pima set" in toy.note
-    by_lr = {row[0]: row[1:] for row in toy.tables[0].rows}
-    sgdm, _, ngn_m, ver2 = by_lr["1000"]
+    sgdm, _, ngn_m, ver2 = by_first_column(toy)["1000"]
     assert "diverged" in sgdm
     assert "diverged" in ver2
     assert "diverged" not in ngn_m
-    path = figures.save(toy.figures["diabetes"], tmp_path / "diabetes.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert drawn(toy, tmp_path) == {"diabetes"}

@@ -353,8 +353,8 @@ def _list() -> int:
         print(f"  {name:<28} {(build.__doc__ or '').splitlines()[0]}")
     print("  your_file.py:function        A task of your own.\n\nOptimizers:")
     for entry in optimizers.OPTIMIZERS.values():
-        state = "" if entry.installed() else f"   not installed: {entry.install_command}"
-        print(f"  {entry.name:<14} {entry.label:<20}{state}")
+        state = "" if entry.installed() else f"not installed: {entry.install_command}. "
+        print(f"  {entry.name:<14} {entry.label:<20} {state}{entry.note}".rstrip())
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,32 @@ import numpy as np
 
 from ..errors import BenchError
 from . import optimizers
-from .results import Cell, Results
+from .results import Results
 
 COLOURS = {
     "ngn": "#e0a100",
     "ngn-m": "#c1272d",
     "ngn-d": "#8c6bb1",
-    "ngn-d-plain": "#bcbddc",
+    "ngn-d-plain": "#8c6bb1",
     "ngn-mdv1": "#c1272d",
     "ngn-mdv2": "#f08a24",
     "dec-ngn-mdv1": "#e7298a",
     "ngn-mdv1w": "#7a0177",
-    "ngn-ver2": "#a6761d",
-    "sgd": "#9ecae1",
+    "ngn-ver2": "#8c564b",
+    "sgd": "#b3b3b3",
     "sgdm": "#1f4e9c",
-    "sgdm-zero": "#4f81bd",
+    "sgdm-zero": "#56b4e9",
     "momo": "#2a9d57",
-    "momsps": "#66a61e",
-    "alr-smag": "#5aa7b5",
+    "momsps": "#8fce00",
+    "alr-smag": "#00a6a6",
     "adam": "#1f4e9c",
-    "adamw": "#4f81bd",
+    "adamw": "#56b4e9",
     "momo-adam": "#2a9d57",
-    "lion": "#666666",
-    "adabelief": "#17a2a2",
-    "adabound": "#9e9e9e",
-    "rmsprop": "#6f9bd1",
-    "adagrad": "#b0b0b0",
+    "lion": "#333333",
+    "adabelief": "#00a6a6",
+    "adabound": "#b3b3b3",
+    "rmsprop": "#8c564b",
+    "adagrad": "#b5bd00",
 }
 """One colour per optimizer; the two families never share an axis, so they may share a colour."""
 
@@ -137,20 +137,27 @@ def score_axis(axis: Any, results: Results, names: Sequence[str] | None = None) 
 
 def score_lines(axis: Any, results: Results, names: Sequence[str]) -> None:
     """Final score against step size, a line per optimizer."""
-    for name in names:
-        cells = list(results.cells[name].values())
-        _line(axis, name, cells, "score", worst_at_top=not results.higher_is_better)
+    _lines(axis, results, names, "score", worst_at_top=not results.higher_is_better)
 
 
 def _cap(axis: Any, values: Sequence[float], ratio: float) -> None:
-    """Keep a few huge values from squeezing everything else."""
+    """Keep a few huge values from squeezing everything else; a triangle stands for each of them."""
     if values:
         low = min(values)
         high = min(max(values) * 1.3, low * ratio)
         axis.set_ylim(low * 0.85, high)
+        for sibling in axis.get_shared_y_axes().get_siblings(axis):
+            _mark_above(sibling, high)
         if high < 30 * low:
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter(_few_plain_labels)
+
+
+def _mark_above(axis: Any, high: float) -> None:
+    transform = axis.get_xaxis_transform()
+    for line in [line for line in axis.lines if line.get_transform() == axis.transData]:
+        xs = [x for x, y in zip(*line.get_data(), strict=True) if y > high]
+        axis.plot(xs, [0.97] * len(xs), "^", color=line.get_color(), transform=transform, ms=6)
 
 
 def _few_plain_labels(value: float, position: int | None = None) -> str:
@@ -158,21 +165,38 @@ def _few_plain_labels(value: float, position: int | None = None) -> str:
     return f"{value:g}" if f"{value:e}"[0] in "235" else ""
 
 
-def _line(axis: Any, name: str, cells: Sequence[Cell], key: str, worst_at_top: bool) -> None:
-    """Mean over seeds with a band from the worst to the best; a cross where a seed diverged."""
-    colour = COLOURS[name]
-    shown = [cell for cell in cells if not cell.diverged]
-    lrs = [cell.lr if not cell.diverged else math.nan for cell in cells]
-    mean = [np.mean(cell.values(key)) if not cell.diverged else math.nan for cell in cells]
-    axis.plot(lrs, mean, "o-", color=colour, label=label(name))
-    if any(len(cell.runs) > 1 for cell in shown):
-        low = [min(cell.values(key)) if not cell.diverged else math.nan for cell in cells]
-        high = [max(cell.values(key)) if not cell.diverged else math.nan for cell in cells]
-        axis.fill_between(lrs, low, high, color=colour, alpha=0.18, linewidth=0)
-    crosses = [cell.lr for cell in cells if cell.diverged]
+MARKERS = "osD^vPX*"
+
+
+def _lines(axis: Any, results: Results, names: Sequence[str], key: str, worst_at_top: bool) -> None:
+    """Mean over seeds with a band from the worst to the best; a cross where a seed diverged.
+
+    Markers differ, those of later lines are smaller, and every second line is dashed: so lines that
+    coincide are all seen.
+    """
     edge = 0.97 if worst_at_top else 0.03
-    transform = axis.get_xaxis_transform()
-    axis.plot(crosses, [edge] * len(crosses), "x", color=colour, transform=transform, ms=6, mew=2)
+    for rank, name in enumerate(names):
+        colour, marker = COLOURS[name], MARKERS[rank % len(MARKERS)]
+        cells = list(results.cells[name].values())
+        lrs = [cell.lr for cell in cells]
+        values = [[math.nan] if cell.diverged else cell.values(key) for cell in cells]
+        axis.plot(
+            lrs,
+            [np.mean(seeds) for seeds in values],
+            marker=marker,
+            ms=max(3.0, 6.5 - 0.8 * rank),
+            ls="-" if rank % 2 == 0 else (0, (4, 1.5)),
+            color=colour,
+            label=label(name),
+        )
+        if any(len(seeds) > 1 for seeds in values):
+            low, high = ([pick(seeds) for seeds in values] for pick in (min, max))
+            axis.fill_between(lrs, low, high, color=colour, alpha=0.18, linewidth=0)
+        crosses = [cell.lr for cell in cells if cell.diverged]
+        transform = axis.get_xaxis_transform()
+        axis.plot(
+            crosses, [edge] * len(crosses), "x", color=colour, transform=transform, ms=6, mew=2
+        )
 
 
 def resilience(results: Results, margin: float) -> Any:
@@ -192,9 +216,7 @@ def resilience(results: Results, margin: float) -> Any:
     for column, (family, names) in enumerate(families.items()):
         score, loss, ranges = axes[:, column]
         score_lines(score, results, names)
-        for name in names:
-            cells = list(results.cells[name].values())
-            _line(loss, name, cells, "train_loss", worst_at_top=True)
+        _lines(loss, results, names, "train_loss", worst_at_top=True)
         losses = [
             value
             for name in names
@@ -214,7 +236,7 @@ def resilience(results: Results, margin: float) -> Any:
         ranges.set_xlabel("step-size hyper-parameter (c, lr, α₀)")
     text = results.margin_text(margin)
     figure.suptitle(
-        f"{results.task}: final score against the step size. ✕: diverged. "
+        f"{results.task}: final score against the step size. ✕: diverged, ▲: above the picture. "
         f"Bars: within {text} of the optimizer's best, width in decades",
         fontsize=9,
     )
@@ -276,8 +298,8 @@ def curves(results: Results) -> Any:
     return figure
 
 
-def _lr_colours(plt: Any, lrs: Sequence[float]) -> dict[float, Any]:
-    shades = plt.get_cmap("plasma")(np.linspace(0.0, 0.88, len(lrs)))
+def _lr_colours(plt: Any, lrs: Collection[float]) -> dict[float, Any]:
+    shades = plt.get_cmap("turbo")(np.linspace(0.05, 0.95, len(lrs)))
     return dict(zip(sorted(lrs), shades, strict=True))
 
 
@@ -292,22 +314,20 @@ def _telemetry_panels(
     figure, axes = plt.subplots(
         len(rows),
         len(names),
-        figsize=(1.0 + 2.3 * len(names), 2.0 + 1.9 * len(rows)),
+        figsize=(1.8 + 2.3 * len(names), 1.0 + 1.9 * len(rows)),
         squeeze=False,
         sharex=True,
         sharey="row",
         layout="constrained",
     )
+    colours = _lr_colours(plt, {lr for name in names for lr in results.cells[name]})
     for column, name in enumerate(names):
-        colours = _lr_colours(plt, list(results.cells[name]))
         for row, (layer, key) in enumerate(rows):
             axis = axes[row, column]
             for lr, cell in results.cells[name].items():
                 telemetry = cell.runs[0]["telemetry"]
                 source = telemetry["layers"][layer] if layer else telemetry
-                axis.plot(
-                    telemetry["step"], source[key], "-", lw=1.1, color=colours[lr], label=f"{lr:g}"
-                )
+                axis.plot(telemetry["step"], source[key], "-", lw=1.1, color=colours[lr])
             axis.set_yscale("log")
             if row == 0:
                 axis.set_title(label(name))
@@ -315,9 +335,8 @@ def _telemetry_panels(
                 axis.set_ylabel(f"{layer}\n{ylabel}" if layer else ylabel, fontsize=8)
             if row == len(rows) - 1:
                 axis.set_xlabel("step")
-        axes[-1, column].legend(
-            title="c, lr or α₀", loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2
-        )
+    handles = [plt.Line2D([], [], color=colour, label=f"{lr:g}") for lr, colour in colours.items()]
+    figure.legend(handles=handles, title="c, lr or α₀", loc="outside right upper")
     for row_axes in axes:
         _limit_to_typical(row_axes)
     figure.suptitle(f"{results.task}: {title}", fontsize=9)

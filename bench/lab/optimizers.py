@@ -42,6 +42,8 @@ class Entry:
     needs_loss: bool = False
     module: str | None = None
     package: str | None = None
+    note: str = ""
+    """What a reader of its scores should know."""
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -85,8 +87,10 @@ def _without_decay(factory: Callable[..., Optimizer]) -> Make:
     return make
 
 
+LION_NOTE = "its β₂ averages gradients, not squares, and is its own 0.99 where others have 0.999"
+
+
 def _lion_betas(betas: Betas) -> dict[str, Any]:
-    """Lion's second β averages gradients, not squares: its own 0.99 stands in for Adam's 0.999."""
     return {"betas": (betas[0], 0.99 if betas[1] == 0.999 else betas[1])}
 
 
@@ -127,7 +131,7 @@ def _entries() -> Iterable[Entry]:
     yield Entry("adam", "Adam", _torch("Adam", _both_betas), coordinate)
     yield Entry("adamw", "AdamW", _torch("AdamW", _both_betas), coordinate)
     yield Entry("momo-adam", "Momo-Adam", baselines.momo_adam, coordinate, **momo)
-    yield Entry("lion", "Lion", _extra("Lion", _lion_betas), coordinate, **extra)
+    yield Entry("lion", "Lion", _extra("Lion", _lion_betas), coordinate, note=LION_NOTE, **extra)
     yield Entry("adabelief", "AdaBelief", _extra("AdaBelief", _both_betas), coordinate, **extra)
     yield Entry("adabound", "AdaBound", _extra("AdaBound", _both_betas), coordinate, **extra)
     rmsprop = _torch("RMSprop", lambda b: {"alpha": b[1]})

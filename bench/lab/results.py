@@ -47,7 +47,18 @@ class Cell:
         if self.diverged:
             return f"diverged ({self.diverged}/{len(self.runs)})"
         deviation = f" ± {self.sd:.2f}" if len(self.runs) > 1 else ""
-        return f"{number(self.mean)}{deviation}"
+        mark = " †" if _skipped(self.runs) else ""
+        return f"{number(self.mean)}{deviation}{mark}"
+
+
+def _skipped(runs: Iterable[Run]) -> int:
+    return sum(run["skipped_steps"] or 0 for run in runs)
+
+
+def skipped_note(runs: Iterable[Run]) -> str:
+    """What † means, if any of these runs needs it."""
+    total = _skipped(run for run in runs if run["status"] == "finished")
+    return f"†: the optimizer skipped steps as not finite, {total} in all." if total else ""
 
 
 def number(value: float) -> str:
@@ -167,7 +178,7 @@ def range_table(results: Results, margin: float) -> Table:
     paper = paper_scores(results.task, spec["options"])
     columns = ["optimizer", "at lr", f"best {results.metric}"]
     if paper:
-        full_size = Scale.parse(spec["scale"]) == Scale()
+        full_size = Scale.parse(spec["scale"]) == Scale() and "steps" not in spec["options"]
         columns.append("paper" if full_size else "paper, full size")
     columns += ["good range", "decades", "to best of all", "at 10× lr", "at 100× lr"]
     rows = []
@@ -188,6 +199,9 @@ def range_table(results: Results, margin: float) -> Table:
         "that width when the best score of all optimizers is the mark; ≥: the grid ends inside the "
         "range."
     )
+    entries = [optimizers.OPTIMIZERS[name] for name in results.cells]
+    notes = [f"{entry.label}: {entry.note}." for entry in entries if entry.note]
+    caption = " ".join([caption, *notes, skipped_note(results.runs)]).strip()
     return _table(
         f"{results.task}: how wide the range of good step sizes is", columns, rows, caption
     )
@@ -209,7 +223,8 @@ def grid_table(results: Results, names: Sequence[str]) -> Table:
         scores = [str(cells[lr]) if lr in cells else "" for lr in lrs]
         rows.append([optimizers.OPTIMIZERS[name].label, *scores])
     title = f"{results.task}: final {results.metric} by step size"
-    return _table(title, ["optimizer", *(f"{lr:g}" for lr in lrs)], rows)
+    runs = [run for name in names for cell in results.cells[name].values() for run in cell.runs]
+    return _table(title, ["optimizer", *(f"{lr:g}" for lr in lrs)], rows, skipped_note(runs))
 
 
 def _table(title: str, columns: Sequence[str], rows: list[list[str]], caption: str = "") -> Table:

@@ -99,12 +99,12 @@ def x2x4_function(x: Tensor) -> tuple[float, Tensor]:
     return v * v + v**4, torch.tensor([2 * v + 4 * v**3], dtype=torch.float64)
 
 
-def x2x4(data_dir: Path) -> Toy:
+def x2x4(data_dir: Path, iterations: int = 100_000) -> Toy:
     """x² + x⁴ from x = 10: evaluations until the loss is below 1e-15, or above 1e10."""
     contenders = ("ngn-m", "sgdm-zero", "sgdm")
     lrs = [float(f"1e{k}") for k in range(-4, 5)]
     runs = {
-        (name, lr): minimise(x2x4_function, [10.0], name, lr, 100_000, threshold=1e-15)
+        (name, lr): minimise(x2x4_function, [10.0], name, lr, iterations, threshold=1e-15)
         for name in contenders
         for lr in lrs
     }
@@ -138,11 +138,10 @@ def x2x4(data_dir: Path) -> Toy:
         axis.set_ylim(1e-17, 1e12)
         axis.axhline(1e-15, color="#999999", lw=0.8, ls=":")
     axes[0].set_ylabel("x² + x⁴")
-    axes[0].legend(title="c or lr", ncols=2, loc="lower left")
+    figure.legend(*axes[0].get_legend_handles_labels(), title="c or lr", loc="outside right upper")
     figure.suptitle("x² + x⁴ from x = 10. ★ reached 1e-15, ✕ diverged", fontsize=9)
-    return Toy(
-        "x² + x⁴ from x = 10, β = 0.9, at most 100,000 evaluations", [table], {"x2x4": figure}
-    )
+    note = f"x² + x⁴ from x = 10, β = 0.9, at most {iterations:,} evaluations"
+    return Toy(note, [table], {"x2x4": figure})
 
 
 def rosenbrock_function(x: Tensor) -> tuple[float, Tensor]:
@@ -154,10 +153,10 @@ def rosenbrock_function(x: Tensor) -> tuple[float, Tensor]:
     return value, torch.tensor(gradient, dtype=torch.float64)
 
 
-def rosenbrock(data_dir: Path) -> Toy:
+def rosenbrock(data_dir: Path, iterations: int = 100_000) -> Toy:
     """Rosenbrock from (−1.2, 1): the way to (1, 1), for each step size."""
     contenders, lrs = ("ngn-m", "sgdm"), [float(f"1e{k}") for k in range(-3, 3)]
-    iterations, threshold = 100_000, 1e-10
+    threshold = 1e-10
     runs = {
         (name, lr): minimise(
             rosenbrock_function,
@@ -185,7 +184,7 @@ def rosenbrock(data_dir: Path) -> Toy:
         "The paper: NGN-M converges for every c, SGDM diverges from 1e-2 on.",
     )
     return Toy(
-        f"Rosenbrock from (−1.2, 1), β = 0.9, at most {iterations} evaluations",
+        f"Rosenbrock from (−1.2, 1), β = 0.9, at most {iterations:,} evaluations",
         [table],
         {
             "rosenbrock-trajectories": _rosenbrock_trajectories(runs, contenders, lrs),
@@ -290,10 +289,10 @@ def global_basin() -> tuple[float, float]:
     return float(maxima[maxima < 0].max()), float(maxima[maxima > 0].min())
 
 
-def many_minima(data_dir: Path) -> Toy:
+def many_minima(data_dir: Path, iterations: int = 10_000) -> Toy:
     """Many sharp local minima and a flat global one: the share of 301 starts that find it."""
     starts = np.linspace(-20, 20, 301)
-    lrs, iterations = [1.0, 10.0, 100.0, 1000.0], 10_000
+    lrs = [1.0, 10.0, 100.0, 1000.0]
     left, right = global_basin()
     methods = ("ngn-m", "sgdm-zero")
     ends = {(m, lr): many_starts(m, starts, lr, iterations) for m in methods for lr in lrs}
@@ -331,7 +330,8 @@ def _many_minima_figure(
     for axis, method in zip(axes[1:], methods, strict=True):
         for row, lr in enumerate(lrs):
             reached = ends[method, lr]
-            values = np.where(np.isfinite(reached), many_minima_function(reached)[0], np.nan)
+            with np.errstate(all="ignore"):
+                values = np.where(np.isfinite(reached), many_minima_function(reached)[0], np.nan)
             shades = axis.scatter(
                 starts,
                 np.full(len(starts), row),
@@ -343,29 +343,37 @@ def _many_minima_figure(
                 s=220,
                 linewidths=1.6,
             )
-        axis.set_yticks(
-            range(len(lrs)), [f"{lr:g}\n{100 * shares[method, lr]:.0f} %" for lr in lrs]
-        )
+            axis.text(21.5, row, f"{100 * shares[method, lr]:.1f} %", va="center", fontsize=8)
+        axis.set_yticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
+        axis.set_xlim(-21, 28)
+        axis.set_xticks(range(-20, 21, 10))
         axis.set_ylim(-0.6, len(lrs) - 0.4)
         axis.set_xlabel("start")
         axis.grid(visible=False)
-        axis.set_ylabel("c or lr, and share in the global basin")
+        axis.set_ylabel("c or lr")
         axis.set_title(figures.label(method))
     figure.colorbar(shades, ax=axes[1:], label="log₁₀ of the final loss")
-    figure.suptitle("301 starts; a start that became non-finite is left blank", fontsize=9)
+    figure.suptitle(
+        "301 starts and the share that ends in the global basin; blank: became non-finite",
+        fontsize=9,
+    )
     return figure
 
 
-def quadratic(data_dir: Path) -> Toy:
+def quadratic(data_dir: Path, lengths: Sequence[int] = (1000, 10_000)) -> Toy:
     """½‖(A + rI)x − y‖²: the theoretical c = 1/√K and c_k = 1/√k against fixed ones."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(400, 400, generator=generator, dtype=torch.float64)
     y = torch.randn(400, generator=generator, dtype=torch.float64)
     rows: list[Sequence[str]] = []
     plt = figures.pyplot()
-    shifts, lengths = (30.0, 22.0, 10.0), (1000, 10_000)
+    shifts = (30.0, 22.0, 10.0)
     figure, axes = plt.subplots(
-        len(lengths), len(shifts), figsize=(12, 6.4), squeeze=False, layout="constrained"
+        len(lengths),
+        len(shifts),
+        figsize=(12, 3.2 * len(lengths)),
+        squeeze=False,
+        layout="constrained",
     )
     for column, shift in enumerate(shifts):
         shifted = matrix + shift * torch.eye(400, dtype=torch.float64)
@@ -383,11 +391,10 @@ def quadratic(data_dir: Path) -> Toy:
                 "1e-4": 1e-4,
             }
             finals = []
-            for (text, lr), colour in zip(
-                choices.items(), ("#c1272d", "#e0a100", "#1f4e9c", "#7fa7d9"), strict=True
-            ):
+            styles = (("#c1272d", "-"), ("#e0a100", "--"), ("#1f4e9c", ":"), ("#56b4e9", "-."))
+            for (text, lr), (colour, style) in zip(choices.items(), styles, strict=True):
                 run = minimise(function, [0.0] * 400, "ngn-m", lr, length, threshold=1e-25)
-                axes[row, column].semilogy(run.losses, color=colour, label=text)
+                axes[row, column].semilogy(run.losses, style, color=colour, label=text)
                 finals.append(f"{run.final:.1e}")
             rows.append([f"{condition:.3g}", f"{shift:g}", str(length), *finals])
             axes[row, column].set_title(f"condition number {condition:.3g}, K = {length}")
@@ -444,13 +451,16 @@ def diabetes(data_dir: Path, iterations: int = 1000) -> Toy:
     shades = plt.get_cmap("plasma")(np.linspace(0, 0.9, len(lrs)))
     for axis, name in zip(axes, names, strict=True):
         for lr, shade in zip(lrs, shades, strict=True):
-            gap = np.clip(runs[name, lr].losses - optimum, 1e-12, 1e6)
-            axis.loglog(np.arange(1, len(gap) + 1), gap, color=shade, label=f"{lr:g}")
+            run = runs[name, lr]
+            gap = np.clip(run.losses - optimum, 1e-12, 1e6)
+            axis.loglog(np.arange(1, len(gap) + 1), gap, color=shade, lw=0.7, label=f"{lr:g}")
+            if not run.final < 1e20:
+                axis.plot(len(gap), gap[-1], "x", color=shade, ms=6, mew=2)
         axis.set_title(figures.label(name))
         axis.set_xlabel("iteration")
     axes[0].set_ylabel("loss − optimum")
-    axes[0].legend(title="c or lr")
-    figure.suptitle(f"½‖Ax − b‖² on {table.name}", fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), title="c or lr", loc="outside right upper")
+    figure.suptitle(f"½‖Ax − b‖² on {table.name}. ✕: diverged", fontsize=9)
     return Toy(f"data: {table.name}", [shown], {"diabetes": figure})
 
 
