@@ -190,6 +190,15 @@ def test_all_figures_are_drawn(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_lies_above_the_picture_is_marked() -> None:
+    scores = {1e-3: 7.0, 1e-2: 8.0, 1e-1: 1e6}
+    results = Results([run("adam", lr, s, metric="perplexity") for lr, s in scores.items()])
+    score = figures.resilience(results, 5.0).axes[0]
+    (above,) = [line for line in score.lines if line.get_marker() == "^"]
+    assert list(above.get_xdata()) == [1e-1]
+    assert score.get_ylim()[1] < 1e6
+
+
 def test_every_optimizer_has_a_colour() -> None:
     from ngn_bench.lab.optimizers import OPTIMIZERS
 
