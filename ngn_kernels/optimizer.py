@@ -231,7 +231,7 @@ class NGNOptimizer(Optimizer):
                 raise RuntimeError(f"{name} needs the loss of this step: {HOW_TO_PASS_THE_LOSS}")
             self._current_plan()
             return None
-        height = wide(value) - self.loss_floor if self.loss_floor else value
+        height = value if isinstance(value, Tensor) else value - self.loss_floor
         if not isinstance(height, Tensor) and height < 0 and math.isfinite(height):
             raise ValueError(
                 f"the loss {value} is below loss_floor={self.loss_floor}: NGN step sizes need "
@@ -248,6 +248,9 @@ class NGNOptimizer(Optimizer):
             board.set(GRAD_SCALE, _or(getattr(self, "grad_scale", None), 1.0))
             board.set(FOUND_INF, _or(getattr(self, "found_inf", None), 0.0))
             board.set(MAX_GRAD_NORM, _or(self.max_grad_norm, math.inf))
+            board.send()
+            if self.loss_floor and isinstance(height, Tensor):
+                board.scalars[HEIGHT].sub_(self.loss_floor)
 
         for reduction in plan.reductions:
             for bucket in plan.buckets:
@@ -304,7 +307,9 @@ class NGNOptimizer(Optimizer):
         # Buckets of one device lie together, the home device's first.
         devices = list(dict.fromkeys(key.device for key in rows))
         for device in devices:
-            self._boards.setdefault(device, Board(device)).make_room(len(self.param_groups))
+            if device not in self._boards:
+                self._boards[device] = Board(device)
+            self._boards[device].make_room(len(self.param_groups))
         in_order = sorted(rows, key=lambda key: devices.index(key.device))
         buckets = [Bucket(key, rows[key], backends[key]) for key in in_order]
         states = list(self.state.values())

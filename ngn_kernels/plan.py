@@ -5,6 +5,7 @@ A plan is built once and kept while nothing but gradients moves. It knows no mat
 
 from __future__ import annotations
 
+import math
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ from torch.autograd.graph import increment_version
 
 from .checks import check_gradient, is_dense
 from .rules import Reason, Rule
-from .scan import EMPTY, ODD, SAME, STALE, Scan, make_scan
+from .scan import EMPTY, ODD, STALE, Scan, make_scan
 from .state import STATE_KEYS, same_order
+from .transfer import Numbers, is_capturing, numbers_of
 
 # Columns of a bucket's table, the order of TensorRow in csrc/tables.h.
 X, G, M, V, STEP, NUMEL, GROUP = range(7)
@@ -48,57 +50,70 @@ class Board:
         self.wide = torch.float32 if device.type == "mps" else torch.float64
         self.scalars = torch.zeros(5, dtype=self.wide, device=device)
         self.report = torch.zeros(3, dtype=torch.int64, device=device)
-        self.groups = torch.zeros(0, 5, dtype=self.wide, device=device)
-        on_host = device.type == "cpu"
-        self._host_scalars = self.scalars.numpy() if on_host else None
-        self._host_report = self.report.numpy() if on_host else None
-        self._known: dict[int, float] = {}
-        self._hypers: list[Hyper] | None = None
+        self._scalars = numbers_of(self.scalars.narrow(0, 0, SHRINK))
+        self._scalar_slots = self.scalars.unbind()
+        self._host_report = self.report.numpy() if device.type == "cpu" else None
+        # Numbers of other tensors on a device, which are never read.
+        self._copies: list[tuple[Tensor, Tensor]] = []
         self._seen = 0
         self._in_flight: tuple[Tensor, torch.cuda.Event] | None = None
+        self._lay_out(0)
 
-    def set(self, index: int, value: float | Tensor) -> None:
-        """Write one scalar without waiting for the device."""
-        if isinstance(value, Tensor):
-            if self._host_scalars is None:
-                self._known.pop(index, None)
-                self.scalars[index].copy_(value, non_blocking=True)
-                return
-            value = float(value)
-        if self._host_scalars is not None:
-            self._host_scalars[index] = value
-        elif self._known.get(index) != value:
-            self.scalars[index] = value
-            self._known[index] = value
+    def _lay_out(self, groups: int) -> None:
+        self.groups = torch.zeros(groups, 5, dtype=self.wide, device=self.device)
+        self._groups = numbers_of(self.groups)
+        self._lr_slots = self.groups.select(1, 0).unbind()
+        self._hypers: list[Hyper] | None = None
 
     def make_room(self, groups: int) -> None:
         if len(self.groups) != groups:
-            self.groups = torch.zeros(groups, 5, dtype=self.wide, device=self.device)
-            self._hypers = None
+            self._lay_out(groups)
+
+    def set(self, index: int, value: float | Tensor) -> None:
+        """Write one scalar; the device has it after `send`."""
+        if isinstance(value, Tensor):
+            value = self._number(value, self._scalar_slots[index])
+        self._scalars.values[index] = value
 
     def set_groups(self, hypers: list[Hyper], device_lrs: dict[int, Tensor]) -> None:
         """Write the groups' values; an lr that lives on a device is copied, never read."""
         if hypers != self._hypers:
-            self.groups.copy_(torch.tensor(hypers, dtype=self.wide), non_blocking=True)
-            self._hypers = hypers
-        for index, lr in device_lrs.items():
-            self.groups[index, 0].copy_(lr.detach().reshape(()), non_blocking=True)
+            self._groups.values[:] = hypers
+            for index, lr in device_lrs.items():
+                self._groups.values[index, 0] = self._number(lr, self._lr_slots[index])
+            self._hypers = None if device_lrs else hypers
+
+    def _number(self, value: Tensor, slot: Tensor) -> float:
+        """A tensor's number if it is on the host, or else NaN until `send` copies it over."""
+        if self._host_report is not None or value.device.type == "cpu":
+            return float(value)
+        self._copies.append((slot, value.detach().reshape(())))
+        return math.nan
+
+    def send(self) -> None:
+        """Bring what was written to the device, without waiting for it."""
+        self._scalars.send()
+        self._groups.send()
+        if self._copies:
+            slots, values = zip(*self._copies, strict=True)
+            torch._foreach_copy_(slots, values, non_blocking=True)
+            self._copies.clear()
 
     def news(self) -> Reason:
         """The reason of a skipped step not yet told; from a GPU it arrives some steps late."""
         if self._host_report is not None:
             return self._read(self._host_report)
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if self.device.type != "cuda" or is_capturing(self.device):
             return Reason.NONE
-        if self._in_flight is not None and not self._in_flight[1].query():
-            return Reason.NONE
-        reason = Reason.NONE if self._in_flight is None else self._read(self._in_flight[0].tolist())
         if self._in_flight is None:
-            host = torch.empty(3, dtype=torch.int64, pin_memory=True)
+            host = torch.zeros(3, dtype=torch.int64, pin_memory=True)
             self._in_flight = (host, torch.cuda.Event())
         host, event = self._in_flight
+        if not event.query():
+            return Reason.NONE
+        reason = self._read(host.tolist())
         host.copy_(self.report, non_blocking=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return reason
 
     def _read(self, report: np.ndarray | list[int]) -> Reason:
@@ -182,8 +197,8 @@ class Bucket:
         self.sums: Tensor  # of all buckets, on this bucket's device
         self.prepared: Any = None
         self._params = [row.param for row in rows]
-        self.moved = True  # until a backend that keeps a copy of the table has taken G over
         self.table = np.zeros((7, len(rows)), dtype=np.int64)
+        self.gradients: Numbers | None = None  # column G of a backend's copy of the table
         self.table[X] = [row.x.data_ptr() for row in rows]
         self.table[M] = [0 if row.m is None else row.m.data_ptr() for row in rows]
         self.table[V] = [0 if row.v is None else row.v.data_ptr() for row in rows]
@@ -217,7 +232,8 @@ class Bucket:
                 if grad is not None and grad.dtype.to_real() != self.key.grad:
                     return False
             self.table[G] = [row.grad_pointer() for row in self.rows]
-        self.moved |= seen != SAME
+        if self.gradients is not None:
+            self.gradients.send()
         return True
 
     def active_params(self) -> list[Tensor]:

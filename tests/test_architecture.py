@@ -16,7 +16,7 @@ from ngn_kernels.backends import availability
 PACKAGE = Path(ngn_kernels.__file__).parent
 # A module may import from earlier rooms, and from its own.
 ROOMS = (
-    *("version", "rules", "checks", "state", "scan", "plan", "backends"),
+    *("version", "rules", "checks", "state", "scan", "transfer", "plan", "backends"),
     *("optimizer", "optimizers", "__init__", "doctor", "__main__"),
 )
 

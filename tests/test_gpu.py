@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,27 +90,55 @@ def test_two_runs_have_the_same_bits(algorithm: Algorithm) -> None:
     assert result() == result()
 
 
+# What a step may be given: the loss, and the gradient scale.
+GIVEN: dict[str, Callable[[int], tuple[Any, Tensor | None]]] = {
+    "on the device": lambda k: (torch.full((), 0.5 + k, device="cuda"), None),
+    "a number": lambda k: (0.5 + k, None),
+    "on the host": lambda k: (torch.tensor(0.5 + k), None),
+    "scaled, then not": lambda k: (0.5, None if k % 2 else torch.full((), 2.0, device="cuda")),
+}
+
+
 @EVERY
-def test_a_step_never_waits(algorithm: Algorithm) -> None:
-    """Torch raises at what waits; memory stays as it is."""
-    optimizer = algorithm.build(columns_on("cuda"), backend="triton", max_grad_norm=1.0)
+@pytest.mark.parametrize("engine", ["triton", "reference"])
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_a_step_never_waits(
+    algorithm: Algorithm, engine: str, given: Callable[[int], tuple[Any, Tensor | None]]
+) -> None:
+    """Torch raises at what waits; memory stays as it is; the results are the oracle's."""
+    optimizer = algorithm.build(
+        columns_on("cuda"), backend=engine, max_grad_norm=1.0, loss_floor=0.25
+    )
     gradients(optimizer, seed=0)
-    loss = torch.tensor(0.5, device="cuda")
-    for _ in range(2):
-        optimizer.step(loss=loss)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
+    optimizer.step(loss=1.0)
+    pair = Pair(algorithm, optimizer, max_grad_norm=1.0, loss_floor=0.25)
+    for k in range(4):
+        loss, scale = given(k)
+        optimizer.grad_scale = scale
+        pair.sync()
+        pair.expect(loss, grad_scale=1.0 if scale is None else 2.0)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
             optimizer.step(loss=loss)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_allocated() == before
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_allocated() == before
+        pair.check_step()
+
+
+def capture(optimizer: Any, loss: Tensor) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        optimizer.step(loss=loss)
+    return graph
 
 
 @EVERY
 def test_cuda_graph(algorithm: Algorithm) -> None:
-    """Captured once and replayed: the bits of as many eager steps."""
+    """Two graphs, replayed in turns with ordinary steps: the bits of as many ordinary steps."""
 
     def prepared() -> tuple[Any, Tensor]:
         optimizer = algorithm.build(columns_on("cuda"), backend="triton", max_grad_norm=1.0)
@@ -120,15 +149,20 @@ def test_cuda_graph(algorithm: Algorithm) -> None:
 
     eager, loss = prepared()
     captured, static_loss = prepared()
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        captured.step(loss=static_loss)
-    for k in range(4):
+    rates = (0.2, 0.05)
+    graphs = []
+    for lr in rates:  # as a scheduler would between warm-up and capture
+        captured.param_groups[0]["lr"] = lr
+        graphs.append(capture(captured, static_loss))
+    for k in range(6):
+        lr = 0.1 if k % 3 == 2 else rates[k % 3]
+        eager.param_groups[0]["lr"] = captured.param_groups[0]["lr"] = lr
         eager.step(loss=loss.fill_(0.5 + k))
         static_loss.fill_(0.5 + k)
-        graph.replay()
+        if k % 3 == 2:
+            captured.step(loss=0.5 + k)
+        else:
+            graphs[k % 3].replay()
     torch.cuda.synchronize()
     assert snapshot(captured) == snapshot(eager)
 

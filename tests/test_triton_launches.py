@@ -8,155 +8,27 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from algorithms import EVERY, NGND, Algorithm, NGNMDv1
+from fake_gpu import Event, FakeGPU, Synchronised, counting
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ngn_kernels.backends as backends
-from ngn_kernels.backends.triton import GradientColumn, TritonBackend
+from ngn_kernels.transfer import SPARE, Pinned
 
 pytest.importorskip("triton")
 
-aten = torch.ops.aten
-
-
-class Synchronised(AssertionError):
-    """Something made the host wait for the device."""
-
-
-class Watch(TorchDispatchMode):
-    """Refuses what waits for the device, and notes what is created there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.created: list[str] = []
-        self._pinned: list[Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default):
-            raise Synchronised(str(func))
-        if func is aten.copy_.default and args[0].device.type == "cpu" != args[1].device.type:
-            place = args[0].untyped_storage()._cdata
-            pinned = any(place == host.untyped_storage()._cdata for host in self._pinned)
-            asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
-            if not (pinned and asynchronous):
-                raise Synchronised("a copy to the host that waits")
-        result = func(*args, **kwargs)
-        if func is aten._to_copy.default and args[0].device.type != result.device.type == "cpu":
-            raise Synchronised("a copy to the host")
-        if kwargs.get("pin_memory"):
-            self._pinned.append(result)
-        factory = not any(isinstance(arg, Tensor) for arg in args)
-        if factory and isinstance(result, Tensor) and result.device.type == "cuda":
-            self.created.append(str(func))
-        return result
-
-
-class CountedKernel:
-    """Stands for a jit function and for what it compiles to."""
-
-    def __init__(self, name: str, launches: list[tuple[str, tuple[Any, ...]]]) -> None:
-        self.name = name
-        self.launches = launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **options: Any) -> CountedKernel:
-            self.launches.append((self.name, grid))
-            return self
-
-        return launch
-
-
-class Event:
-    """Passed at once, unless a test says otherwise."""
-
-    passed = True
-
-    def query(self) -> bool:
-        return self.passed
-
-    def record(self) -> None:
-        pass
-
-
-class Addresses:
-    """Gives each fake storage a place of its own."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, tuple[int, Any]] = {}
-        self.end = 1 << 20
-
-    def of(self, tensor: FakeTensor) -> int:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.known:
-            self.known[storage._cdata] = (self.end, storage)
-            self.end += -(-(storage.nbytes() + 1) // 512) * 512
-        return self.known[storage._cdata][0] + int(tensor.storage_offset()) * tensor.element_size()
-
-
-def select(tensor: FakeTensor, index: Any) -> Tensor:
-    result: Tensor = tensor
-    for i in index if isinstance(index, tuple) else (index,):
-        result = result.select(0, i)
-    return result
-
-
-def fill(tensor: FakeTensor, index: Any, value: Any) -> None:
-    part = select(tensor, index)
-    part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
-
-
-def copy(tensor: FakeTensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    result: Tensor = aten.copy_.default(tensor, source, non_blocking)
-    return result
-
-
-def counting(monkeypatch: pytest.MonkeyPatch, device_type: str) -> tuple[list[Any], TritonBackend]:
-    """The backend with launches that only count."""
-    launches: list[tuple[str, tuple[Any, ...]]] = []
-    kernels = SimpleNamespace(
-        reduce=CountedKernel("reduce", launches), apply=CountedKernel("apply", launches)
-    )
-    target = SimpleNamespace(backend="cuda", warp_size=32)
-    backend = TritonBackend(kernels, lambda: target, device_type)
-    load = backends._load
-    monkeypatch.setattr(backends, "_load", lambda name: backend if name == "triton" else load(name))
-    return launches, backend
-
-
-def read(tensor: FakeTensor) -> list[Any]:
-    """What has arrived on the host may be read; it is all zeros."""
-    if tensor.device.type != "cpu":
-        raise Synchronised("tolist")
-    return [0] * tensor.numel()
+CLIPPING = pytest.mark.parametrize("clipping", [False, True], ids=["", "clipping"])
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A `cuda:0` that computes nothing; what torch itself needs a CUDA build for is replaced."""
-    launches, backend = counting(monkeypatch, "cuda")
-    addresses = Addresses()
-    monkeypatch.setattr(FakeTensor, "data_ptr", lambda t: addresses.of(t), raising=False)
-    monkeypatch.setattr(FakeTensor, "__getitem__", select)
-    monkeypatch.setattr(FakeTensor, "__setitem__", fill)
-    monkeypatch.setattr(FakeTensor, "copy_", copy)
-    monkeypatch.setattr(FakeTensor, "tolist", read)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    with FakeTensorMode(allow_non_fake_inputs=True), Watch() as watch:
-        yield SimpleNamespace(launches=launches, backend=backend, watch=watch)
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
+    with FakeGPU(monkeypatch).active() as gpu:
+        yield gpu
 
 
 def optimizer_of(
@@ -167,7 +39,7 @@ def optimizer_of(
         for i in range(max(tensors, groups))
     ]
     columns = [{"params": params[i::groups], "lr": 0.1 + i} for i in range(groups)]
-    return algorithm.simple(columns, backend="triton", **options), params
+    return algorithm.simple(columns, **{"backend": "triton", **options}), params
 
 
 def new_gradients(params: list[Tensor]) -> None:
@@ -175,14 +47,19 @@ def new_gradients(params: list[Tensor]) -> None:
         p.grad = torch.empty_like(p)
 
 
-def new_loss() -> Tensor:
-    return torch.ones((), device="cuda:0")
+def new_loss(device: str = "cuda:0") -> Tensor:
+    return torch.ones((), device=device)
+
+
+def launches_of(algorithm: Algorithm, clipping: bool) -> list[str]:
+    norm = clipping and (algorithm.coordinate or algorithm.rms)
+    return ["reduce"] * norm + ["reduce"] * (not algorithm.coordinate) + ["apply"]
 
 
 @EVERY
 @pytest.mark.parametrize("tensors", [1, 100, 1000])
 @pytest.mark.parametrize("groups", [1, 20])
-@pytest.mark.parametrize("clipping", [False, True])
+@CLIPPING
 def test_launches_do_not_grow_with_the_model(
     algorithm: Algorithm,
     tensors: int,
@@ -193,36 +70,131 @@ def test_launches_do_not_grow_with_the_model(
     launches, _ = counting(monkeypatch, "cpu")
     options = {"max_grad_norm": 1.0} if clipping else {}
     optimizer, params = optimizer_of(algorithm, tensors, groups, device="cpu", **options)
-    wanted = ["apply"] if algorithm.coordinate else ["reduce", "apply"]
-    if clipping and (algorithm.coordinate or algorithm.rms):
-        wanted.insert(0, "reduce")
     for _ in range(2):
         new_gradients(params)
         launches.clear()
         optimizer.step(loss=1.0)
-        assert [name for name, _ in launches] == wanted
+        assert [name for name, _ in launches] == launches_of(algorithm, clipping)
+
+
+# Each step: what it is given, and what it costs besides the launches when gradients stay in place.
+# A step looks for news of an earlier one, which is a copy of its own.
+NEWS = ["copy_"]
+STEPS: dict[str, tuple[Callable[[Any, int], Any], list[str]]] = {
+    "a loss on the device": (lambda optimizer, k: new_loss(), ["_foreach_copy_", *NEWS]),
+    "the same number": (lambda optimizer, k: 1.0, NEWS),
+    "another number": (lambda optimizer, k: 1.0 + k, ["copy_", *NEWS]),
+    "a loss on the host": (lambda optimizer, k: torch.tensor(1.0 + k), ["copy_", *NEWS]),
+    "a scheduler": (lambda optimizer, k: set_lrs(optimizer, 0.1 * k), ["copy_", *NEWS]),
+    "a gradient scaler": (
+        lambda optimizer, k: set_scale(optimizer, new_loss()),
+        ["_foreach_copy_", *NEWS],
+    ),
+    "a gradient scaler, then none": (
+        lambda optimizer, k: set_scale(optimizer, None if k % 2 else new_loss()),
+        ["copy_", "_foreach_copy_", *NEWS],
+    ),
+    "lrs on the device": (
+        lambda optimizer, k: set_lrs(optimizer, torch.full((), 0.1, device="cuda:0")),
+        ["_foreach_copy_", *NEWS],
+    ),
+}
+
+
+def set_lrs(optimizer: Any, lr: Any) -> float | Tensor:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return new_loss() if isinstance(lr, Tensor) else 1.0
+
+
+def set_scale(optimizer: Any, scale: Tensor | None) -> float | Tensor:
+    optimizer.grad_scale, optimizer.found_inf = scale, scale
+    return 1.0 if scale is None else new_loss()
 
 
 @EVERY
-def test_a_step_never_waits(algorithm: Algorithm, fake_gpu: SimpleNamespace) -> None:
-    """With a loss, a clip norm, a gradient scale and an lr that live on the device."""
-    optimizer, params = optimizer_of(algorithm, 5, 2, max_grad_norm=1.0)
-    optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device="cuda:0")
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_never_waits(algorithm: Algorithm, case: str, fake_gpu: FakeGPU) -> None:
+    """Nor does it create anything, nor do more than a few small copies, whatever it is given."""
+    given, wanted = STEPS[case]
+    optimizer, params = optimizer_of(algorithm, 40, 20, max_grad_norm=1.0)
+    new_gradients(params)
     for k in range(4):
-        new_gradients(params)
-        loss = new_loss()
-        optimizer.grad_scale, optimizer.found_inf = new_loss(), torch.zeros((), device="cuda:0")
-        optimizer.param_groups[1]["lr"] = 0.2 * k
-        fake_gpu.watch.created.clear()
+        loss = given(optimizer, k)
+        fake_gpu.watch.forget()
         optimizer.step(loss=loss)
         if k > 0:
             assert fake_gpu.watch.created == []
+            assert set(fake_gpu.watch.work) <= set(wanted)
+            assert len(fake_gpu.watch.work) <= len(wanted)
     assert optimizer.skipped_steps.device.type == "cuda"
     assert algorithm.coordinate or optimizer.shrink.device.type == "cuda"
 
 
-@pytest.mark.parametrize("wait", [Tensor.item, Tensor.cpu, lambda t: t.tolist(), bool])
-def test_a_step_that_waits_is_noticed(wait: Any, fake_gpu: SimpleNamespace) -> None:
+@EVERY
+def test_moved_gradients_are_one_more_copy(algorithm: Algorithm, fake_gpu: FakeGPU) -> None:
+    optimizer, params = optimizer_of(algorithm, 40, 20, max_grad_norm=1.0, loss_floor=-1.0)
+    for k in range(4):
+        new_gradients(params)
+        loss = new_loss()
+        fake_gpu.watch.forget()
+        optimizer.step(loss=loss)
+        if k > 0:
+            assert fake_gpu.watch.created == []
+            assert fake_gpu.watch.work == ["copy_", "_foreach_copy_", "sub_", *NEWS]
+
+
+@EVERY
+def test_the_reference_never_waits_either(algorithm: Algorithm, fake_gpu: FakeGPU) -> None:
+    """It creates what it likes, and uses no assignment that would bring a number from the host."""
+    optimizer, params = optimizer_of(algorithm, 3, 2, backend="reference", max_grad_norm=1.0)
+    for k in range(2):
+        new_gradients(params)
+        optimizer.step(loss=1.0 + k)
+        optimizer.step(loss=new_loss())
+    assert "masked_fill" in " ".join(fake_gpu.watch.created)
+
+
+@EVERY
+@CLIPPING
+def test_two_devices(algorithm: Algorithm, clipping: bool, fake_gpu: FakeGPU) -> None:
+    """One launch of each kind on each; scalars of the other device come over asynchronously."""
+    params: list[Tensor] = [
+        torch.nn.Parameter(torch.empty(7 + i, device=f"cuda:{i % 2}")) for i in range(5)
+    ]
+    options = {"max_grad_norm": 1.0} if clipping else {}
+    optimizer = algorithm.simple(params, backend="triton", **options)
+    optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device="cuda:1")
+    for loss in (new_loss("cuda:1"), new_loss("cuda:0"), 1.0, 2.0):
+        new_gradients(params)
+        fake_gpu.launches.clear()
+        optimizer.step(loss=loss)
+        wanted = [name for name in launches_of(algorithm, clipping) for _ in range(2)]
+        assert [name for name, _ in fake_gpu.launches] == wanted
+
+
+def test_events_are_recorded_where_the_copies_are(fake_gpu: FakeGPU) -> None:
+    """The current device is another one than the parameters'."""
+    optimizer, params = optimizer_of(NGNMDv1, 3, device="cuda:1")
+    for k in range(3):
+        new_gradients(params)
+        optimizer.step(loss=float(k))
+    assert set(fake_gpu.events) == {torch.device("cuda:1")}
+
+
+WAITS = {
+    "item": Tensor.item,
+    "cpu": Tensor.cpu,
+    "tolist": lambda t: t.tolist(),
+    "bool": bool,
+    "from the host": lambda t: torch.zeros(1).to(t.device),
+    "onto it": lambda t: t.copy_(torch.zeros(())),
+    "to pageable memory": lambda t: torch.zeros(()).copy_(t, non_blocking=True),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_step_that_waits_is_noticed(wait: Any, fake_gpu: FakeGPU) -> None:
     optimizer, params = optimizer_of(NGNMDv1, 3)
     new_gradients(params)
     apply = fake_gpu.backend.apply
@@ -236,82 +208,137 @@ def test_a_step_that_waits_is_noticed(wait: Any, fake_gpu: SimpleNamespace) -> N
         optimizer.step(loss=new_loss())
 
 
-def test_gradients_are_uploaded_only_when_they_move(
-    fake_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_a_graph_of_pageable_memory_is_noticed(fake_gpu: FakeGPU) -> None:
+    target, source = new_loss(), torch.zeros(())
+    target.copy_(source, non_blocking=True)
+    with fake_gpu.capture(), pytest.raises(Synchronised):
+        target.copy_(source, non_blocking=True)
+
+
+def sent_by(monkeypatch: pytest.MonkeyPatch) -> list[Pinned]:
+    """Filled with what sends something to the device."""
+    sent: list[Pinned] = []
+    for name in ("_copy", "_capture"):
+        original = getattr(Pinned, name)
+
+        def noted(self: Pinned, *args: Any, original: Any = original) -> None:
+            sent.append(self)
+            original(self, *args)
+
+        monkeypatch.setattr(Pinned, name, noted)
+    return sent
+
+
+def test_gradients_are_sent_only_when_they_move(
+    fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uploads: list[list[int]] = []
-    monkeypatch.setattr(
-        GradientColumn,
-        "upload",
-        lambda self, addresses, capturing: uploads.append(addresses.tolist()),
-    )
+    sent = sent_by(monkeypatch)
     optimizer, params = optimizer_of(NGNMDv1, 3)
     for moved, wanted in ((True, 1), (False, 1), (False, 1), (True, 2), (False, 2)):
         if moved:
             new_gradients(params)
         optimizer.step(loss=new_loss())
-        assert len(uploads) == wanted
-        assert uploads[-1] == [p.grad.data_ptr() for p in params if p.grad is not None]
+        column = optimizer._plan.buckets[0].gradients
+        assert sent.count(column) == wanted
+        assert column.values.tolist() == [p.grad.data_ptr() for p in params if p.grad is not None]
 
 
-def test_a_graph_carries_its_own_addresses(
-    fake_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+@EVERY
+@CLIPPING
+def test_a_graph_carries_its_own_numbers(
+    algorithm: Algorithm,
+    clipping: bool,
+    fake_gpu: FakeGPU,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While capturing the addresses are uploaded though they stand still, and from then on always."""
-    uploads: list[bool] = []
-    upload = GradientColumn.upload
-
-    def noted(self: GradientColumn, addresses: np.ndarray, capturing: bool) -> None:
-        uploads.append(capturing)
-        upload(self, addresses, capturing)
-
-    monkeypatch.setattr(GradientColumn, "upload", noted)
-    optimizer, params = optimizer_of(NGND, 3)
+    """Once a graph exists, every step sends all: who wrote last is not known. Once each."""
+    sent = sent_by(monkeypatch)
+    options = {"max_grad_norm": 1.0} if clipping else {}
+    optimizer, params = optimizer_of(algorithm, 3, 2, **options)
     new_gradients(params)
-    for capturing in (False, False, True, False, False):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
-        optimizer.step(loss=new_loss())
-    assert uploads == [False, True, False, False]
+    loss = new_loss()
+
+    def sends() -> int:
+        sent.clear()
+        optimizer.step(loss=loss)
+        assert len(set(map(id, sent))) == len(sent)
+        return len(sent)
+
+    assert [sends(), sends(), sends()] == [3, 0, 0]
+    for k in range(SPARE):
+        with fake_gpu.capture():
+            assert sends() == 3
+        # The next graph has gradients and values of its own.
+        new_gradients(params)
+        optimizer.param_groups[0]["lr"] += 0.1
+        optimizer.max_grad_norm = clipping * (k + 2.0) or None
+    assert fake_gpu.watch.pinned_while_capturing == 0
+    assert [sends(), sends()] == [3, 3]
+    with fake_gpu.capture():
+        assert sends() == 3
+    assert fake_gpu.watch.pinned_while_capturing == 0
+
+
+def test_a_graph_of_a_device_that_is_not_current(fake_gpu: FakeGPU) -> None:
+    optimizer, params = optimizer_of(NGND, 3, device="cuda:1")
+    new_gradients(params)
+    optimizer.step(loss=new_loss("cuda:1"))
+    events = len(fake_gpu.events)
+    with fake_gpu.capture("cuda:1"):
+        optimizer.step(loss=new_loss("cuda:1"))
+    assert len(optimizer._plan.buckets[0].gradients.in_graphs) == 1
+    assert len(fake_gpu.events) == events, "an event of a capture cannot be asked"
 
 
 @pytest.fixture
-def column(monkeypatch: pytest.MonkeyPatch) -> GradientColumn:
+def column(monkeypatch: pytest.MonkeyPatch) -> Pinned:
+    """On the CPU, where what is sent can be looked at."""
     pageable = lambda self: torch.zeros(len(self.target), dtype=torch.int64)  # noqa: E731
-    monkeypatch.setattr(GradientColumn, "_pinned", pageable)
+    monkeypatch.setattr(Pinned, "_pin", pageable)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    return GradientColumn(torch.zeros(3, dtype=torch.int64))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torch.empty(0, device=device))
+    monkeypatch.setattr("ngn_kernels.transfer.is_capturing", lambda device: False)
+    return Pinned(torch.zeros(3, dtype=torch.int64), np.zeros(3, dtype=np.int64))
+
+
+def send(column: Pinned, *values: int) -> list[int]:
+    column.values[:] = values
+    column.send()
+    return column.target.tolist()
 
 
 def test_pinned_memory_is_not_rewritten_while_it_is_read(
-    column: GradientColumn, monkeypatch: pytest.MonkeyPatch
+    column: Pinned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = np.array([1, 2, 3]), np.array([4, 5, 6])
-    column.upload(first, capturing=False)
+    assert send(column, 1, 2, 3) == [1, 2, 3]
     (under_way,) = [host for host, _ in column._slots]
     monkeypatch.setattr(Event, "passed", False)
-    column.upload(second, capturing=False)
+    assert send(column, 4, 5, 6) == [4, 5, 6]
     assert under_way.tolist() == [1, 2, 3]
-    assert column.target.tolist() == [4, 5, 6]
     monkeypatch.setattr(Event, "passed", True)
     for k in range(5):
-        column.upload(first + k, capturing=False)
+        send(column, k, k, k)
     assert len(column._slots) == 2
 
 
-def test_pinned_memory_of_a_graph_is_never_rewritten(column: GradientColumn) -> None:
-    column.upload(np.array([1, 2, 3]), capturing=True)
-    column.upload(np.array([4, 5, 6]), capturing=True)
+def test_pinned_memory_of_a_graph_is_never_rewritten(
+    column: Pinned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ngn_kernels.transfer.is_capturing", lambda device: True)
+    for values in ((1, 2, 3), (4, 5, 6), (1, 2, 3)):
+        assert send(column, *values) == list(values)
+    monkeypatch.setattr("ngn_kernels.transfer.is_capturing", lambda device: False)
+    column.target.zero_()
+    assert send(column, 1, 2, 3) == [1, 2, 3], "a replay may have sent anything"
     for k in range(3):
-        column.upload(np.array([7, 8, 9]) + k, capturing=False)
-    assert [host.tolist() for host in column.in_graphs] == [[1, 2, 3], [4, 5, 6]]
+        send(column, 7, 8, k)
+    assert [host.tolist() for host in column.in_graphs.values()] == [[1, 2, 3], [4, 5, 6]]
 
 
 @pytest.mark.parametrize(
     ("dtype", "message"), [(torch.float64, "float32, bfloat16 and float16"), (torch.float32, None)]
 )
-def test_float64_is_refused(
-    dtype: torch.dtype, message: str | None, fake_gpu: SimpleNamespace
-) -> None:
+def test_float64_is_refused(dtype: torch.dtype, message: str | None, fake_gpu: FakeGPU) -> None:
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0", dtype=dtype))
     p.grad = torch.empty_like(p)
     optimizer = NGNMDv1.simple([p], backend="triton")
@@ -323,7 +350,7 @@ def test_float64_is_refused(
     assert not optimizer.state and not fake_gpu.launches
 
 
-def test_float64_falls_back_under_auto(fake_gpu: SimpleNamespace) -> None:
+def test_float64_falls_back_under_auto(fake_gpu: FakeGPU) -> None:
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0", dtype=torch.float64))
     p.grad = torch.empty_like(p)
     key = NGNMDv1.simple([p], backend="auto")._bucket_key(p)
@@ -333,9 +360,7 @@ def test_float64_falls_back_under_auto(fake_gpu: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_gradient_left_on_another_device_is_refused(
-    steps: int, fake_gpu: SimpleNamespace
-) -> None:
+def test_a_gradient_left_on_another_device_is_refused(steps: int, fake_gpu: FakeGPU) -> None:
     """torch refuses to assign one, but a parameter can be moved away from its gradient."""
     optimizer, params = optimizer_of(NGNMDv1, 3)
     new_gradients(params)
@@ -353,7 +378,7 @@ def test_a_gradient_left_on_another_device_is_refused(
     assert [name for name, _ in fake_gpu.launches] == ["reduce", "apply"]
 
 
-def test_cpu_tensors_are_refused(fake_gpu: SimpleNamespace) -> None:
+def test_cpu_tensors_are_refused(fake_gpu: FakeGPU) -> None:
     p = torch.nn.Parameter(torch.empty(3))
     p.grad = torch.empty(3)
     with pytest.raises(RuntimeError, match="they are on cpu; it takes tensors on a GPU"):
@@ -395,7 +420,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], st
 
 
 def test_auto_falls_back_and_says_so_once(
-    fake_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = backends._load
     monkeypatch.setattr(

@@ -51,7 +51,7 @@ class Shrink(NamedTuple):
 def clip_factor(norm_squared: Tensor, max_grad_norm: Tensor) -> Tensor:
     """s = min(1, max_grad_norm / (norm + 1e-6))"""
     factor = torch.clamp(max_grad_norm / (norm_squared.sqrt() + 1e-6), max=1.0)
-    return torch.where(max_grad_norm.isfinite(), factor, torch.ones_like(factor))
+    return factor.masked_fill(~max_grad_norm.isfinite(), 1.0)
 
 
 def shrink(rule: Rule, sums: Tensor, board: Board) -> Shrink:
@@ -64,9 +64,9 @@ def shrink(rule: Rule, sums: Tensor, board: Board) -> Shrink:
     q = weighted if rule.rms else clip * clip * weighted
     denominator = 2 * h + q
     rho = torch.clamp(2 * h - alignment, min=0.0) / denominator
-    rho = torch.where(denominator == 0, torch.ones_like(rho), rho)
+    rho = rho.masked_fill(denominator == 0, 1.0)
 
-    norm = torch.where(max_grad_norm.isfinite(), norm, torch.zeros_like(norm))
+    norm = norm.masked_fill(~max_grad_norm.isfinite(), 0.0)
     reason = torch.zeros_like(board.report[REASON])
     for condition, code in (  # the first that holds is written last
         (~(weighted + alignment + norm).isfinite(), Reason.GRADIENT_NOT_FINITE),
@@ -74,7 +74,7 @@ def shrink(rule: Rule, sums: Tensor, board: Board) -> Shrink:
         (~h.isfinite(), Reason.LOSS_NOT_FINITE),
         (board.scalars[FOUND_INF] != 0, Reason.AMP_OVERFLOW),
     ):
-        reason = torch.where(condition, int(code), reason)
+        reason = reason.masked_fill(condition, int(code))
     return Shrink(rho, clip, reason)
 
 
@@ -132,7 +132,7 @@ def update(
     if rule.coordinate:
         denominator = k.two_h * d + k.lr * (g * g)
         numerator = (1 - k.beta1) * k.two_h * k.lr
-        m_new = torch.where(denominator == 0, 0.0, numerator * g / denominator)
+        m_new = (numerator * g / denominator).masked_fill(denominator == 0, 0.0)
     else:
         m_new = k.step * g / d
     m_new = m_new + k.decay * x
@@ -170,15 +170,15 @@ class ReferenceBackend:
             k = coefficients(rule, board, row, clip, one)
             v = None if row.v is None or not rule.rms else row.v.to(dtype)
             weighted, alignment = contribute(rule, row.x.to(dtype), v, g.to(dtype), k)
-            total[0] += effective_lr(rule, k.lr, board.groups[row.group, 4]) * weighted.sum(
-                dtype=board.wide
-            )
+            weight_decay = board.groups[row.group, 4]
+            weighted_sum = weighted.sum(dtype=board.wide)
+            total[0].add_(effective_lr(rule, k.lr, weight_decay) * weighted_sum)
             if alignment is not None:
-                total[1] += k.lr * board.groups[row.group, 4] * alignment.sum(dtype=board.wide)
+                total[1].add_(k.lr * weight_decay * alignment.sum(dtype=board.wide))
             if not rule.rms:
-                total[2] += weighted.sum(dtype=board.wide)
+                total[2].add_(weighted_sum)
         written = 2 if rule.rms else 3
-        bucket.sums[bucket.index, :written] = total[:written]
+        bucket.sums[bucket.index].narrow(0, 0, written).copy_(total.narrow(0, 0, written))
 
     def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
         board, dtype = bucket.board, compute_dtype(bucket.key)
@@ -207,15 +207,15 @@ class ReferenceBackend:
                 target.copy_(torch.where(go & finite, value, target))
             row.step += go
             kept = go & ~finite.all()
-            reason = torch.where(kept, int(Reason.ELEMENTS_KEPT), reason)
-        board.scalars[SHRINK] = torch.where(go, rho, board.scalars[SHRINK])
+            reason = reason.masked_fill(kept, int(Reason.ELEMENTS_KEPT))
+        board.scalars[SHRINK].copy_(torch.where(go, rho, board.scalars[SHRINK]))
         report = board.report
         torch.maximum(report[REASON], reason, out=report[REASON])
         if last:
             skipped = report[REASON] != 0
-            report[SKIPPED] += skipped
-            report[LAST_REASON] = torch.where(skipped, report[REASON], report[LAST_REASON])
-            report[REASON] = 0
+            report[SKIPPED].add_(skipped)
+            report[LAST_REASON].copy_(torch.where(skipped, report[REASON], report[LAST_REASON]))
+            report[REASON].zero_()
 
 
 def load() -> ReferenceBackend:

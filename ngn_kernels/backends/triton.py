@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..plan import NUMEL, Bucket, BucketKey, G
 from ..rules import Rule
+from ..transfer import numbers_of
 from . import Unavailable
 
 OLDEST = (3, 4)
@@ -98,39 +98,6 @@ def options(kernel: str, rule: Rule, target: Any) -> dict[str, Any]:
     return chosen
 
 
-class GradientColumn:
-    """The way of the gradients' addresses to the device: pinned memory that no upload still reads."""
-
-    def __init__(self, target: Tensor) -> None:
-        self.target = target
-        self.in_graphs: list[Tensor] = []
-        self._spare: Tensor | None = self._pinned()
-        self._slots: list[tuple[Tensor, torch.cuda.Event]] = []
-
-    def upload(self, addresses: np.ndarray, capturing: bool) -> None:
-        if capturing:
-            # Each replay reads this memory again: it belongs to the graph from now on.
-            kept, self._spare = self._pinned() if self._spare is None else self._spare, None
-            self.in_graphs.append(kept)
-            self._copy(addresses, kept)
-            return
-        if self._spare is None:
-            self._spare = self._pinned()
-        host, event = next((s for s in self._slots if s[1].query()), (None, None))
-        if host is None or event is None:
-            host, event = self._pinned(), torch.cuda.Event()
-            self._slots.append((host, event))
-        self._copy(addresses, host)
-        event.record()
-
-    def _copy(self, addresses: np.ndarray, host: Tensor) -> None:
-        host.copy_(torch.from_numpy(addresses))
-        self.target.copy_(host, non_blocking=True)
-
-    def _pinned(self) -> Tensor:
-        return torch.empty(len(self.target), dtype=torch.int64, pin_memory=True)
-
-
 class Tables:
     """What the kernels read and write for one bucket, at addresses that stay."""
 
@@ -142,12 +109,12 @@ class Tables:
         self.host_chunks = chunks if len(chunks) else np.zeros((1, 2), dtype=np.int64)
         self.n_chunks = len(self.host_chunks)
         # On the CPU this shares the bucket's own memory.
-        self.table = torch.from_numpy(bucket.table).to(device)
-        self.chunks = torch.from_numpy(self.host_chunks).to(device)
+        self.table = torch.from_numpy(bucket.table).to(device, non_blocking=True)
+        self.chunks = torch.from_numpy(self.host_chunks).to(device, non_blocking=True)
         self.partials = torch.zeros(3, self.n_chunks, dtype=torch.float64, device=device)
         self.reduce_ticket = torch.zeros(1, dtype=torch.int32, device=device)
         self.apply_ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        self.gradients = GradientColumn(self.table[G]) if device.type == "cuda" else None
+        bucket.gradients = numbers_of(self.table[G], bucket.table[G])
         board = bucket.board
         head = (self.table, self.chunks, board.groups, board.scalars, bucket.sums)
         sizes = (len(bucket.rows), self.n_chunks, self.chunk_size, len(bucket.sums))
@@ -155,16 +122,6 @@ class Tables:
         self.apply_args = (*head, board.report, self.apply_ticket, *sizes)
         # Compiled kernels by what they are specialised on, with their constants.
         self.compiled: dict[tuple[str, Rule], tuple[Any, tuple[Any, ...]]] = {}
-
-    def refresh(self, bucket: Bucket) -> None:
-        """Bring this step's gradient addresses to the device, if they have moved."""
-        if self.gradients is None:
-            return
-        capturing = torch.cuda.is_current_stream_capturing()
-        # What a graph uploads when it is replayed is not known here.
-        if bucket.moved or capturing or self.gradients.in_graphs:
-            self.gradients.upload(bucket.table[G], capturing)
-            bucket.moved = False
 
     def chunks_of(self, rows: range) -> tuple[int, int]:
         """The first chunk of some neighbouring rows, and how many they have."""
@@ -218,7 +175,6 @@ class TritonBackend:
     ) -> None:
         tables = bucket.prepared
         with self._device(bucket):
-            tables.refresh(bucket)
             compiled = tables.compiled.get((name, rule))
             if compiled is not None:
                 kernel, values = compiled

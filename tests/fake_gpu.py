@@ -1,0 +1,203 @@
+"""GPUs that compute nothing: fake tensors, launches that only count, and a watch on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ngn_kernels.backends as backends
+from ngn_kernels.backends.triton import TritonBackend
+
+aten = torch.ops.aten
+READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default)
+
+
+class Synchronised(AssertionError):
+    """Something made the host wait for the device."""
+
+
+def place(tensor: Tensor) -> int:
+    """The storage that a tensor lies in."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class Watch(TorchDispatchMode):
+    """Refuses what waits for a device, and notes what is done and created there."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.work: list[str] = []
+        self.created: list[str] = []
+        self.pinned: list[Tensor] = []
+        self.pinned_while_capturing = 0
+
+    def forget(self) -> None:
+        self.work.clear()
+        self.created.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in READS and args[0].device.type == "cuda":
+            raise Synchronised(str(func))
+        if func is aten.copy_.default:
+            self._check_copy(args[1], args[0], kwargs.get("non_blocking", args[2:] == (True,)))
+        result = func(*args, **kwargs)
+        if func is aten._to_copy.default:
+            self._check_copy(args[0], result, kwargs.get("non_blocking", False))
+        if kwargs.get("pin_memory"):
+            self.pinned.append(result)
+            self.pinned_while_capturing += bool(self.gpu.capturing)
+        given = tensors((args, kwargs))
+        known = {place(t) for t in given}
+        new = any(t.device.type == "cuda" and place(t) not in known for t in tensors(result))
+        if new:
+            self.created.append(str(func))
+        if new or (func._schema.is_mutable and any(t.device.type == "cuda" for t in given)):
+            self.work.append(func._schema.name.removeprefix("aten::"))
+        return result
+
+    def _check_copy(self, source: Tensor, target: Tensor, asynchronous: bool) -> None:
+        """Between host and device only without waiting; CUDA graphs want pinned memory."""
+        if (source.device.type == "cpu") == (target.device.type == "cpu"):
+            return
+        if not asynchronous:
+            raise Synchronised("a copy that waits")
+        host = source if source.device.type == "cpu" else target
+        pinned = any(place(host) == place(known) for known in self.pinned)
+        if not pinned and (host is target or self.gpu.capturing):
+            raise Synchronised("a copy of memory that is not pinned")
+
+
+class CountedKernel:
+    """Stands for a jit function and for what it compiles to."""
+
+    def __init__(self, name: str, launches: list[tuple[str, tuple[int, ...]]]) -> None:
+        self.name = name
+        self.launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> CountedKernel:
+            self.launches.append((self.name, grid))
+            return self
+
+        return launch
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, device_type: str) -> tuple[list[Any], TritonBackend]:
+    """The backend with launches that only count."""
+    launches: list[tuple[str, tuple[int, ...]]] = []
+    kernels = SimpleNamespace(
+        reduce=CountedKernel("reduce", launches), apply=CountedKernel("apply", launches)
+    )
+    target = SimpleNamespace(backend="cuda", warp_size=32)
+    backend = TritonBackend(kernels, lambda: target, device_type)
+    load = backends._load
+    monkeypatch.setattr(backends, "_load", lambda name: backend if name == "triton" else load(name))
+    return launches, backend
+
+
+class Event:
+    """Passed at once, unless a test says otherwise; notes the devices it was recorded on."""
+
+    passed = True
+    recorded_on: list[torch.device] = []  # noqa: RUF012 (a test replaces it)
+
+    def query(self) -> bool:
+        return self.passed
+
+    def record(self, stream: Any) -> None:
+        self.recorded_on.append(stream.device)
+
+
+class Addresses:
+    """Gives each fake storage a place of its own."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[int, Any]] = {}
+        self.end = 1 << 20
+
+    def of(self, tensor: FakeTensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known[storage._cdata] = (self.end, storage)
+            self.end += -(-(storage.nbytes() + 1) // 512) * 512
+        return self.known[storage._cdata][0] + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def select(tensor: FakeTensor, index: Any) -> Tensor:
+    result: Tensor = tensor
+    for i in index if isinstance(index, tuple) else (index,):
+        result = result.select(0, i)
+    return result
+
+
+def copy(tensor: FakeTensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    result: Tensor = aten.copy_.default(tensor, source, non_blocking)
+    return result
+
+
+def read(tensor: FakeTensor) -> list[Any]:
+    """What has arrived on the host may be read; it is all zeros."""
+    if tensor.device.type != "cpu":
+        raise Synchronised("tolist")
+    return [0] * tensor.numel()
+
+
+class FakeGPU:
+    """Two devices, `cuda:0` the current one; what torch itself needs a CUDA build for is replaced."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches, self.backend = counting(monkeypatch, "cuda")
+        self.watch = Watch(self)
+        self.current = torch.device("cuda:0")
+        self.capturing: set[torch.device] = set()
+        self.events: list[torch.device] = []
+        addresses = Addresses()
+        monkeypatch.setattr(FakeTensor, "__invert__", lambda t: aten.bitwise_not.default(t))
+        # Torch's own __setitem__ needs a CUDA build: an assignment to an element raises here.
+        monkeypatch.setattr(FakeTensor, "__getitem__", select)
+        monkeypatch.setattr(FakeTensor, "copy_", copy)
+        monkeypatch.setattr(FakeTensor, "tolist", read)
+        monkeypatch.setattr(FakeTensor, "data_ptr", lambda t: addresses.of(t), raising=False)
+        monkeypatch.setattr(torch.cuda, "device", self.on)
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda: self.current in self.capturing
+        )
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device)
+        )
+        monkeypatch.setattr(Event, "recorded_on", self.events)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+    @contextmanager
+    def capture(self, device: str = "cuda:0") -> Iterator[None]:
+        self.capturing.add(torch.device(device))
+        yield
+        self.capturing.clear()
+
+    @contextmanager
+    def active(self) -> Iterator[FakeGPU]:
+        with FakeTensorMode(allow_non_fake_inputs=True), self.watch:
+            yield self
