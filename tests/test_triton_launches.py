@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -404,6 +405,30 @@ def refusal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
 def test_without_triton(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], str]) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "Triton is not installed: pip install 'triton>=3.4'" in refusal()
+
+
+BROKEN = {
+    "raise OSError('libtriton.so: bad magic')": "OSError: libtriton.so: bad magic",
+    "import triton.missing": "ModuleNotFoundError: No module named 'triton.missing'",
+    "": "AttributeError: module 'triton' has no attribute '__version__'",
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), BROKEN.items(), ids=["raises", "partial", "empty"])
+def test_a_broken_triton(
+    source: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: Callable[[], str],
+) -> None:
+    """Asked for, it says why; `auto` takes the same sentence and falls back."""
+    (tmp_path / "triton.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton")
+    said = refusal()
+    assert f"Triton does not load ({reason}" in said and "--force-reinstall" in said
+    assert reason in str(backends.availability()["triton"])
 
 
 def test_an_old_triton(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], str]) -> None:

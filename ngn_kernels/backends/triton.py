@@ -200,20 +200,33 @@ class InterpreterTarget:
 
 def load() -> TritonBackend:
     try:
-        import triton
-    except ImportError as error:
-        raise Unavailable("Triton is not installed: pip install 'triton>=3.4'") from error
+        return _load()
+    except Unavailable:
+        raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            raise Unavailable("Triton is not installed: pip install 'triton>=3.4'") from error
+        raise Unavailable(
+            f"Triton does not load ({type(error).__name__}: {error}): "
+            "pip install --force-reinstall 'triton>=3.4'"
+        ) from error
+
+
+def _load() -> TritonBackend:
+    import triton
+
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if version < OLDEST:
         raise Unavailable(f"Triton {triton.__version__} is too old: pip install 'triton>=3.4'")
-    if os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available():
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not interpreted and not torch.cuda.is_available():
         raise Unavailable(
             "no GPU here: torch sees no CUDA or ROCm device; install a torch build for your GPU, "
             "or set TRITON_INTERPRET=1 to run the kernels slowly on the CPU"
         )
     from . import triton_kernels
 
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interpreted:
         return TritonBackend(triton_kernels, InterpreterTarget, device_type="cpu")
     return TritonBackend(triton_kernels, triton.runtime.driver.active.get_current_target)
 
