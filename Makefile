@@ -32,7 +32,10 @@ test-ptx: $(BUILT)
 	$(BIN)/python -m pytest -q $(COMPILED)
 
 test-triton: $(BUILT)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/test_conformance.py tests/test_atomic.py --backend triton -m essential
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
+		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
+		tests/test_layouts.py -k "float32 or expanded or complex"
 
 test-gpu: $(BUILT)
 	$(BIN)/python -m pytest -q tests/test_gpu.py

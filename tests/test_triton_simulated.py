@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ngn_kernels.backends as backends
+from ngn_kernels.plan import FOUND_INF, HEIGHT, NUMEL, Board, G, M, V, X
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("these tests compile, the interpreter does not", allow_module_level=True)
@@ -131,6 +132,42 @@ def test_gradients_of_another_type(
     pair = Pair(algorithm, optimizer)
     random_gradients(params_of(optimizer), seed=0, dtype=grad)
     pair.step(0.7)
+    pair.check_step()
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_chunks_of_a_large_model(
+    algorithm: Algorithm, dtype: torch.dtype, gpu: SimulatedGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block goes through its chunk in several turns, and through an odd end."""
+    monkeypatch.setattr("ngn_kernels.backends.triton.SMALLEST_CHUNK", 8192)
+    run(steps(algorithm, random_columns([[(8192,), (19_001,)], [(5000,)]], dtype), count=1))
+    assert {launched.blocks for launched in gpu.launches} == {1 + 3 + 1}
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_offsets_beyond_32_bits(
+    algorithm: Algorithm, dtype: torch.dtype, gpu: SimulatedGPU
+) -> None:
+    """The last elements of tensors whose first ones would lie far before them in memory."""
+    optimizer = algorithm.build(
+        random_columns([[(2100,)], [(4101,), (3,)]], dtype), backend="triton"
+    )
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    pair = Pair(algorithm, optimizer)
+    pair.expect(1.0)
+    (bucket,) = optimizer._plan.buckets
+    begin = 3 << 31
+    bucket.prepared.host_chunks[:, 1] += begin
+    bucket.table[NUMEL] += begin
+    for column, width in ((X, dtype.itemsize), (G, dtype.itemsize), (M, 4), (V, 4)):
+        bucket.table[column] -= begin * width
+    for reduction in optimizer._plan.reductions:
+        bucket.backend.reduce(bucket, reduction)
+    bucket.backend.apply(bucket, optimizer.rule, last=True)
     pair.check_step()
 
 
@@ -296,6 +333,40 @@ def ngn_warning() -> type[Warning]:
     from ngn_kernels import SkippedStepWarning
 
     return SkippedStepWarning
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "reason"),
+    [
+        (FOUND_INF, 1.0, "overflow"),
+        (HEIGHT, -0.5, "below loss_floor"),
+        (HEIGHT, float("nan"), "loss is not finite"),
+        (HEIGHT, float("-inf"), "loss is not finite"),
+    ],
+)
+@EVERY
+def test_what_only_the_device_can_see(
+    algorithm: Algorithm,
+    index: int,
+    value: float,
+    reason: str,
+    gpu: SimulatedGPU,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A number that came from a tensor on the device: every gradient is finite, yet nothing moves."""
+    columns = random_columns([[(2100,)], [(5,)]])
+    optimizer = algorithm.build(columns, backend="triton")
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    before = snapshot(optimizer)
+    with monkeypatch.context() as patch, pytest.warns(ngn_warning(), match=reason):
+        patch.setattr(Board, "send", lambda board: board.scalars[index].fill_(value))
+        optimizer.step(loss=1.0)
+    assert snapshot(optimizer) == before
+    assert int(optimizer.skipped_steps) == 1
+    pair = Pair(algorithm, optimizer)
+    pair.step(1.0)
+    pair.check_step()
 
 
 def test_overflow_of_the_storage_type(gpu: SimulatedGPU) -> None:
