@@ -28,7 +28,7 @@ def check_resources(variant: Variant, target: Target) -> None:
     """No spills, room for half of the warps, and 128 bits at a time."""
     compiled = compile_variant(variant, target)
     used = resources(compiled, target)
-    assert used.spilled == 0, f"{used.spilled} bytes spilled"
+    assert used.spilled == 0, f"{used.spilled} spilled"
     assert target.occupancy(used.registers) >= 0.5, f"{used.registers} registers"
 
     vector = variant.constants["VECTOR"]
@@ -45,6 +45,7 @@ def check_resources(variant: Variant, target: Target) -> None:
         # The last block's scalars are of 64 bits, too: only the widest can be told apart.
         assert used.loads[16] >= widths[16]
         assert used.stores[16] >= written[16]
+        check_amd(compiled.asm["llir"], compiled.asm["amdgcn"])
 
 
 def check_ptx(ptx: str) -> None:
@@ -60,3 +61,17 @@ def check_ptx(ptx: str) -> None:
             assert "ftz" not in modifiers or name == "abs", instruction
         if name in ("atom", "red"):
             assert not any(m.startswith(("f", "bf")) for m in modifiers), instruction
+
+
+FLOATS = r"(?:float|<\d+ x float>)"
+
+
+def check_amd(llir: str, assembly: str) -> None:
+    """The same of LLVM's code: AMD's exact division and root are fused steps in the assembly."""
+    for operation, flags in re.findall(rf"= (fadd|fsub|fmul|fdiv) ([a-z ]*){FLOATS} ", llir):
+        assert not flags, f"{operation} {flags}"
+    assert not re.search(r"llvm\.(fma|fmuladd|amdgcn\.\w+)\.(v\d+)?f32", llir)
+    assert "!fpmath" not in llir and '"denormal-fp-math-f32"="ieee"' in llir
+    assert not re.search(r"atomicrmw f|atomic_(pk_)?(add|min|max)_f", llir + assembly)
+    if not re.search(rf"= fdiv {FLOATS}|@llvm\.sqrt\.f32", llir):
+        assert not re.search(r"v_(pk_)?(fma|fmac|mac|mad)_\w*f32", assembly)

@@ -146,7 +146,7 @@ def compile_variant(variant: Variant, target: Target) -> Any:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers of a thread, spilled bytes, widths of its accesses."""
+    """What a compiled kernel takes: registers of a thread, what was spilled, widths of accesses."""
 
     registers: int
     spilled: int
@@ -201,9 +201,9 @@ def _read_amdgcn(compiled: Any) -> Resources:
         )
         for kind in ("load", "store")
     )
-    return Resources(
-        number("vgpr_count"), number("vgpr_spill_count"), compiled.metadata.shared, loads, stores
-    )
+    # Registers that were spilled, to other registers or not, and scratch memory.
+    spilled = map(number, ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"))
+    return Resources(number("vgpr_count"), sum(spilled), compiled.metadata.shared, loads, stores)
 
 
 def short(dtype: torch.dtype) -> str:
