@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -274,7 +275,7 @@ class NGNOptimizer(Optimizer):
         """The plan with this step's gradients, built anew if anything else has moved."""
         plan, rule = self._plan, self.rule
         reductions = rule.reductions(self.max_grad_norm is not None)
-        params = [param for group in self.param_groups for param in group["params"]]
+        params: list[Tensor] = list(chain.from_iterable(g["params"] for g in self.param_groups))
         if plan is not None and plan.is_of(rule, reductions, params, self.state) and plan.refresh():
             return plan
         self._plan = None
