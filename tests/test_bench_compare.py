@@ -1,0 +1,130 @@
+"""What is made from result files: `ngn-bench compare`, and the README's table and picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_runs import failure, run, run_step, write
+from ngn_bench import readme
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_step(tmp_path_factory.mktemp("measured"), "--contenders", "adamw:for-loop")
+
+
+@pytest.fixture
+def result(measured: dict[str, Any]) -> dict[str, Any]:
+    """A result with one workload and exactly known times."""
+    record: dict[str, Any] = json.loads(json.dumps(measured))
+    for row, median in zip(record["rows"], (1.0, 2.0), strict=True):
+        row["time"].update(median=median, low=0.99 * median, high=1.01 * median)
+        row["ratio"] = median
+    return record
+
+
+def slowed(record: dict[str, Any], factor: float) -> dict[str, Any]:
+    changed: dict[str, Any] = json.loads(json.dumps(record))
+    for name in ("median", "low", "high"):
+        changed["rows"][1]["time"][name] *= factor
+    changed["rows"][1]["ratio"] *= factor
+    return changed
+
+
+@pytest.mark.parametrize("metric", ["time", "ratio"])
+@pytest.mark.parametrize(
+    ("factor", "options", "status", "word"),
+    [
+        (1.0, [], 0, "none of 2 rows"),
+        (1.04, [], 0, "none of 2 rows"),
+        (1.3, [], 1, "1 of 2 rows became slower"),
+        (1.3, ["--threshold", "0.5"], 0, "none of 2 rows"),
+        (0.5, [], 0, "faster"),
+    ],
+)
+def test_compare(
+    tmp_path: Path,
+    result: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    factor: float,
+    options: list[str],
+    status: int,
+    word: str,
+    metric: str,
+) -> None:
+    old = write(tmp_path / "old.json", result)
+    new = write(tmp_path / "new.json", slowed(result, factor))
+    assert run(["compare", old, new, "--metric", metric, *options]) == status
+    assert word in capsys.readouterr().out
+
+
+def test_compare_widens_the_band_with_the_spread(tmp_path: Path, result: dict[str, Any]) -> None:
+    noisy = slowed(result, 1.3)
+    noisy["rows"][1]["time"].update(low=1.2, high=3.2)
+    old = write(tmp_path / "old.json", result)
+    assert run(["compare", old, write(tmp_path / "new.json", noisy)]) == 0
+
+
+def test_compare_lists_what_does_not_match(
+    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = json.loads(json.dumps(result))
+    del other["rows"][1]
+    other["environment"]["cpu"] = "another"
+    command = ["compare", write(tmp_path / "a.json", result), write(tmp_path / "b.json", other)]
+    assert run(command) == 0
+    output = capsys.readouterr().out
+    assert "only in the old result: many:3x5 · adamw:for-loop" in output
+    assert "→ another" in output
+    assert "--metric ratio" in output
+
+
+def test_compare_bad_files(
+    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = write(tmp_path / "good.json", result)
+    assert "cannot read" in failure(capsys, "compare", good, str(tmp_path / "none.json"))
+    (tmp_path / "text.json").write_text("hello")
+    assert "is not JSON" in failure(capsys, "compare", good, str(tmp_path / "text.json"))
+    assert "not a result" in failure(capsys, "compare", good, write(tmp_path / "empty.json", {}))
+    newer = write(tmp_path / "newer.json", {**result, "schema": 99})
+    assert "schema 99" in failure(capsys, "compare", good, newer)
+    kind = write(tmp_path / "kind.json", {**result, "kind": "train"})
+    assert "cannot compare" in failure(capsys, "compare", good, kind)
+    apart = write(tmp_path / "apart.json", {**result, "rows": []})
+    assert "share no workload" in failure(capsys, "compare", good, apart)
+    damaged = write(tmp_path / "damaged.json", {**result, "rows": [{"workload": "x"}]})
+    assert "damaged" in failure(capsys, "compare", good, damaged)
+
+
+def test_readme_is_generated_and_checked(
+    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, source = tmp_path / "README.md", write(tmp_path / "reference.json", result)
+    text.write_text(f"# Title\n\n{readme.START}\nold\n{readme.END}\n\nafter\n")
+    picture = tmp_path / "images" / "step.png"
+    command = ["--readme", str(text), "--json", source, "--picture", str(picture)]
+    assert readme.main([*command, "--check"]) == 1
+    assert "old" in text.read_text()
+    assert readme.main(command) == 0
+    written = text.read_text()
+    assert written.startswith("# Title\n")
+    assert written.endswith("\n\nafter\n")
+    assert "| AdamW · for-loop | 2.00 s | 2.00× |" in written
+    assert "| **AdamW · fused** | **1.00 s** | **1.00×** |" in written
+    assert "![Time of one optimizer step against fused AdamW](images/step.png)" in written
+    assert readme.main([*command, "--check"]) == 0
+    assert readme.main(command) == 0
+    assert text.read_text() == written
+
+    text.write_text(written.replace("2.00×", "1.90×"))
+    assert readme.main([*command, "--check"]) == 1
+    text.write_text(written)
+    write(tmp_path / "reference.json", slowed(result, 1.0001))
+    assert readme.main([*command, "--check"]) == 1
+    assert "step.png does not match" in capsys.readouterr().out
+    text.write_text("no markers")
+    assert readme.main(command) == 2
