@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .contenders import Contender
-from .traffic import PASSES
+from .environment import first_line
 
-SHAPES = ((3,), (17, 5), (1,), (64, 33), (4099,))
+# Below, at odd sizes around, and far above what a kernel's vector, block and chunk hold.
+SHAPES = ((3,), (17, 5), (1,), (64, 33), (4099,), (40_009,))
 LOSSES = (0.5, 0.8, 0.3)
 LEARNING_RATE = 0.5
 ROUNDINGS = 8
@@ -29,6 +31,31 @@ class Verdict:
     text: str
 
 
+def checked(contender: Contender, dtype: torch.dtype, device: torch.device) -> Verdict | str:
+    """The contender's verdict, or the reason why it cannot run at all."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if contender.build_truth is None:
+                try_once(contender, dtype, device)
+            return check(contender, dtype, device)
+    except Exception as error:  # reported beside the contender
+        return first_line(error)
+
+
+def try_once(
+    contender: Contender, dtype: torch.dtype, device: torch.device, elements: int = 8
+) -> Callable[[], object]:
+    """Build the contender on one tensor and take a step, so that its state exists; returns the
+    next step."""
+    param = torch.ones(elements, dtype=dtype, device=device, requires_grad=True)
+    param.grad = torch.ones_like(param)
+    step = contender.step_function(contender.build([param]))
+    loss = torch.ones((), device=device)
+    step(loss)
+    return lambda: step(loss)
+
+
 def check(contender: Contender, dtype: torch.dtype, device: torch.device) -> Verdict:
     """Compare with the trusted form in float64 over a few steps, each from identical state."""
     if contender.build_truth is None:
@@ -39,10 +66,10 @@ def check(contender: Contender, dtype: torch.dtype, device: torch.device) -> Ver
     trusted = contender.build_truth(truth, lr=LEARNING_RATE)
     loss = torch.zeros((), device=device)
     loss_f64 = torch.zeros((), dtype=torch.float64)
-    step = contender.step_function(optimizer, loss)
-    trusted_step = dataclasses.replace(contender, compiled=False).step_function(trusted, loss_f64)
+    step = contender.step_function(optimizer)
+    trusted_step = dataclasses.replace(contender, compiled=False).step_function(trusted)
     # A scalar step size compares the loss with a sum over all coordinates.
-    scale = sum(p.numel() for p in params) if PASSES[contender.rule].reduce else 1
+    scale = sum(p.numel() for p in params) if contender.passes.reduce else 1
 
     worst = 0.0
     for value, gradients in zip(LOSSES, _gradients(params), strict=False):
@@ -53,8 +80,8 @@ def check(contender: Contender, dtype: torch.dtype, device: torch.device) -> Ver
         for p, q, gradient in zip(params, truth, gradients, strict=True):
             p.grad = gradient
             q.grad = _float64(gradient)
-        step()
-        trusted_step()
+        step(loss)
+        trusted_step(loss_f64)
         after, expected = _snapshot(params, optimizer), _snapshot(truth, trusted)
         worst = max(worst, *_errors(before, after, expected, contender.rounds_once))
     worst /= contender.slack

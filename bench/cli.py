@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
+MAX_THREADS = 1024
 
 DESCRIPTION = """\
 What does an NGN step cost beside AdamW, and how far are both from what the memory allows?
@@ -113,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(kind: type) -> Any:
+def _positive(kind: type, largest: float = float("inf")) -> Any:
     def parse(text: str) -> Any:
         try:
             value = kind(text)
@@ -121,6 +122,8 @@ def _positive(kind: type) -> Any:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not 0 < value < float("inf"):
             raise argparse.ArgumentTypeError(f"must be over 0, not {text}")
+        if value > largest:
+            raise argparse.ArgumentTypeError(f"must be at most {largest:,}, not {text}")
         return value
 
     return parse
@@ -134,7 +137,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1 (default: a GPU if any)"
     )
-    parser.add_argument("--threads", type=_positive(int), help="CPU threads (default: torch's)")
+    parser.add_argument(
+        "--threads", type=_positive(int, MAX_THREADS), help="CPU threads (default: torch's)"
+    )
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -196,8 +201,10 @@ def _add_train(commands: Any) -> None:
     parser.add_argument(
         "--optimizers", type=_names, metavar="NAMES", default=["ngnmdv1"], help="beside fused AdamW"
     )
-    parser.add_argument("--batch", type=_positive(int), help="sequences or images in a batch")
-    parser.add_argument("--context", type=_positive(int), help="tokens in a sequence")
+    parser.add_argument(
+        "--batch", type=_positive(int, 2**40), help="sequences or images in a batch"
+    )
+    parser.add_argument("--context", type=_positive(int, 2**24), help="tokens in a sequence")
     parser.add_argument("--clip", type=_positive(float), help="clip the gradient norm to this")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on the bytes of this file")
     parser.add_argument(
@@ -237,7 +244,8 @@ def _add_compare(commands: Any) -> None:
         "compare",
         help="compare two results; exit status 1 if something became slower",
         description="Compare two result files row by row. A change inside the noise band counts as "
-        "none. The exit status is 1 if any row became slower.",
+        "none. The exit status is 1 if any row became slower, or is no longer timed because its "
+        "contender fails or gives a wrong answer.",
     )
     parser.add_argument("old", type=Path, help="JSON of an earlier run")
     parser.add_argument("new", type=Path, help="JSON of a later run")
@@ -266,7 +274,11 @@ def _prepare_machine(args: argparse.Namespace) -> torch.device:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    return select_device(args.device)
+    device = select_device(args.device)
+    if device.type == "cuda" and device.index is not None:
+        # Events and kernels go to the current device.
+        torch.cuda.set_device(device)
+    return device
 
 
 def _find_dtype(name: str) -> torch.dtype:
@@ -278,10 +290,16 @@ def _find_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _check_plot_path(path: Path | None) -> None:
+def _check_outputs(args: argparse.Namespace) -> None:
     """Fail before measuring, not after."""
-    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
-        raise BenchError(f"--plot {path}: the name must end in .png, .svg or .pdf")
+    from . import plots, report
+
+    report.require_writable(args.json)
+    if args.plot is not None:
+        if args.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise BenchError(f"--plot {args.plot}: the name must end in .png, .svg or .pdf")
+        report.require_writable(args.plot)
+        plots.require_matplotlib()
 
 
 def _run_step(args: argparse.Namespace) -> int:
@@ -294,17 +312,15 @@ def _run_step(args: argparse.Namespace) -> int:
     if not (args.workload or args.shapes or args.contenders or args.preset != "default"):
         args.json = args.json or DEFAULT_JSON
         args.plot = args.plot or DEFAULT_PLOT
-    _check_plot_path(args.plot)
+    _check_outputs(args)
     cold = device.type == "cuda" if args.cold is None else args.cold
     settings = Settings(device, _find_dtype(args.dtype), args.seconds, cold)
     environment = describe(device)
-    plan, skipped = _plan_step(args, settings, environment["backends"])
+    plan, left_out = _plan_step(args, settings)
 
     def as_record(result: StepResult) -> dict[str, Any]:
         data = result.as_json()
-        for workload, reasons in skipped.items():
-            data["not_run"][workload] = {**data["not_run"].get(workload, {}), **reasons}
-        return report.record("step", args.command, environment, **data)
+        return report.record("step", args.command, environment, **data, left_out=left_out)
 
     def keep(result: StepResult) -> None:
         if args.json:
@@ -325,7 +341,7 @@ def _run_step(args: argparse.Namespace) -> int:
     if args.plot and any(row["ratio"] is not None for row in record["rows"]):
         plots.plot_step(record, args.plot)
         _announce(args.plot)
-    return _finish(result.interrupted)
+    return _finish(result.interrupted, record["rows"])
 
 
 def _announce(path: Path | None) -> None:
@@ -333,28 +349,35 @@ def _announce(path: Path | None) -> None:
         print(f"wrote {path}")
 
 
-def _finish(interrupted: bool) -> int:
+def _finish(interrupted: bool, rows: Sequence[dict[str, Any]] = ()) -> int:
     if interrupted:
         print("ngn-bench: interrupted; the results above are what was measured", file=sys.stderr)
         return INTERRUPTED
+    wrong = list(dict.fromkeys(row["label"] for row in rows if row["verdict"]["ok"] is False))
+    if wrong:
+        print(f"ngn-bench: wrong answers from {', '.join(wrong)}", file=sys.stderr)
+        return 1
     return 0
 
 
 def _plan_step(
-    args: argparse.Namespace, settings: Settings, backends: dict[str, str]
+    args: argparse.Namespace, settings: Settings
 ) -> tuple[list[tuple[Workload, list[Contender]]], dict[str, dict[str, str]]]:
     """Workloads with their contenders, and the contenders left out by default with the reason."""
-    from .contenders import fastest_backend, select
+    from .contenders import select
+    from .environment import fastest_backend
     from .step import SLOW_REFERENCE_PARAMETERS, require_memory
     from .workloads import find_workload, read_shapes
 
-    backend = fastest_backend(backends)
-    skipped: dict[str, dict[str, str]] = {}
+    backend = fastest_backend(settings.device, settings.dtype)
+    left_out: dict[str, dict[str, str]] = {}
     if args.preset == "cpu-table":
         if args.workload or args.shapes or args.contenders:
             raise BenchError("--preset cpu-table fixes workloads and contenders; leave those out")
-        plan = [(find_workload(name), select(names, backend)) for name, names in CPU_TABLE]
-        return plan, skipped
+        return [
+            (find_workload(name), select(names, backend, args.compiled))
+            for name, names in CPU_TABLE
+        ], left_out
 
     def with_contenders(workload: Workload) -> tuple[Workload, list[Contender]]:
         if args.contenders:
@@ -367,37 +390,39 @@ def _plan_step(
             f"left out by default over {SLOW_REFERENCE_PARAMETERS // 10**6}M parameters; "
             "--contenders all measures them"
         )
-        skipped[workload.name] = {contender.label: reason for contender in slow}
+        left_out[workload.name] = {contender.label: reason for contender in slow}
         return workload, [contender for contender in chosen if contender not in slow]
 
-    workloads = [find_workload(name) for name in args.workload or ()]
+    workloads = [find_workload(name) for name in dict.fromkeys(args.workload or ())]
     if args.shapes:
         workloads.append(read_shapes(args.shapes))
     if workloads:
-        return [with_contenders(workload) for workload in workloads], skipped
+        return [with_contenders(workload) for workload in workloads], left_out
     plan = [with_contenders(find_workload(name)) for name in DEFAULT_WORKLOADS]
     try:
         for workload, contenders in plan:
             require_memory(workload, contenders, settings)
     except BenchError:
-        skipped.clear()
+        left_out.clear()
         plan = [with_contenders(find_workload(name)) for name in SMALL_MACHINE_WORKLOADS]
-    return plan, skipped
+    return plan, left_out
 
 
 def _run_train(args: argparse.Namespace) -> int:
     device = _prepare_machine(args)
+    import torch
+
     from . import plots, report
-    from .contenders import fastest_backend
-    from .environment import describe, machine_line
+    from .environment import describe, fastest_backend, machine_line
     from .train import TrainSettings, run_train, select_optimizers, train_tables
 
-    _check_plot_path(args.plot)
+    _check_outputs(args)
     if args.preset and args.model:
         raise BenchError("--preset loops fixes the models; leave out --model")
     names = LOOP_MODELS if args.preset == "loops" else args.model or ("transformer++-70m",)
+    names = list(dict.fromkeys(names))
     environment = describe(device)
-    contenders = select_optimizers(args.optimizers, fastest_backend(environment["backends"]))
+    contenders = select_optimizers(args.optimizers, fastest_backend(device, torch.float32))
     autocast = device.type == "cuda" if args.autocast is None else args.autocast
     settings = TrainSettings(
         device, args.seconds, args.batch, args.context, args.clip, autocast, args.text
@@ -415,7 +440,7 @@ def _run_train(args: argparse.Namespace) -> int:
     if args.plot and any(row["time"] for row in record["rows"]):
         plots.plot_train(record, args.plot)
         _announce(args.plot)
-    return _finish(not completed)
+    return _finish(not completed, record["rows"])
 
 
 def _run_roofline(args: argparse.Namespace) -> int:
@@ -424,7 +449,7 @@ def _run_roofline(args: argparse.Namespace) -> int:
     from .environment import describe, machine_line
     from .workloads import parse_count
 
-    _check_plot_path(args.plot)
+    _check_outputs(args)
     dtype = _find_dtype(args.dtype)
     largest = parse_count(args.largest) if args.largest else None
     environment = describe(device)
@@ -450,19 +475,16 @@ def _run_compare(args: argparse.Namespace) -> int:
     old, new = report.read_json(args.old), report.read_json(args.new)
     comparison = compare(old, new, args.threshold, args.metric)
     report.print_table(comparison_table(comparison, args.metric))
-    for line in comparison.missing:
+    for line in (*comparison.broken, *comparison.missing):
         print(line)
     changed = environment_changes(old, new)
     for line in changed:
         print(f"the environment differs: {line}")
     if changed and args.metric == "time":
         print("Across machines or versions, --metric ratio is the fairer comparison.")
-    regressions = comparison.regressions
-    if regressions:
-        print(f"{len(regressions)} of {len(comparison.changes)} rows became slower")
-        return 1
-    print(f"none of {len(comparison.changes)} rows became slower")
-    return 0
+    slower = len(comparison.slower)
+    print(f"{slower or 'none'} of {len(comparison.changes)} rows became slower")
+    return 1 if slower or comparison.broken else 0
 
 
 def _run_info(args: argparse.Namespace) -> int:
@@ -470,6 +492,7 @@ def _run_info(args: argparse.Namespace) -> int:
     from . import report
     from .environment import describe
 
+    report.require_writable(args.json)
     environment = describe(device)
     for line in report.info_lines(environment):
         print(line)

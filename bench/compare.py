@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .contenders import BASELINE, CONTENDERS
 from .errors import BenchError
-from .report import Column, Table, duration, spread
+from .report import INTERRUPTED_NOTE, Column, Table, duration, spread
 
 THRESHOLD = 0.05
 KINDS = ("step", "train")
 METRICS = ("time", "ratio")
 
-Key = tuple[str, str, str, str]
+Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Rows timed in both results; what was timed once and is `broken` now, with the reason; and
+    what is `missing` in one of them."""
+
     changes: list[Change]
+    broken: list[str]
     missing: list[str]
 
     @property
-    def regressions(self) -> list[Change]:
+    def slower(self) -> list[Change]:
         return [change for change in self.changes if change.verdict == "slower"]
 
 
@@ -53,16 +58,29 @@ def compare(
 
     The noise band of a row is the sum of both runs' spreads (half the distance between the
     quartiles), and at least `threshold`. The metric "ratio" compares ratios to fused AdamW, which
-    also means something between machines.
+    also means something between machines; to its band, fused AdamW's own spreads are added.
     """
     if old["kind"] != new["kind"] or old["kind"] not in KINDS:
         raise BenchError(
             f"cannot compare a {old['kind']!r} result with a {new['kind']!r} one: "
             f"both must come from `ngn-bench {' or '.join(KINDS)}`"
         )
+    try:
+        return _compare(old, new, threshold, metric)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise BenchError(f"a result file is damaged: {error!r} in a row") from None
+
+
+def _compare(old: dict[str, Any], new: dict[str, Any], threshold: float, metric: str) -> Comparison:
     old_rows, new_rows = _timed_rows(old, metric), _timed_rows(new, metric)
+    failures = _failures(new)
+    broken = [
+        f"no longer timed: {_name(key)}: {failures[key]}"
+        for key in old_rows
+        if key not in new_rows and key in failures
+    ]
     shared = [key for key in new_rows if key in old_rows]
-    if not shared:
+    if not shared and not broken:
         raise BenchError("the two results share no workload and contender that was timed in both")
     changes = [
         Change(
@@ -70,28 +88,63 @@ def compare(
             new_rows[key]["label"],
             _value(old_rows[key], metric),
             _value(new_rows[key], metric),
-            max(threshold, spread(old_rows[key]["time"]) + spread(new_rows[key]["time"])),
+            max(threshold, _noise(old_rows, key, metric) + _noise(new_rows, key, metric)),
         )
         for key in shared
     ]
-    missing = [f"only in the old result: {_name(key)}" for key in old_rows if key not in new_rows]
+    missing = [
+        f"only in the old result: {_name(key)}"
+        for key in old_rows
+        if key not in new_rows and key not in failures
+    ]
     missing += [f"only in the new result: {_name(key)}" for key in new_rows if key not in old_rows]
-    return Comparison(changes, missing)
+    return Comparison(changes, broken, missing)
 
 
-def _timed_rows(record: dict[str, Any], metric: str) -> dict[Key, dict[str, Any]]:
-    try:
-        return {
-            (row["workload"], row["contender"], row["dtype"], row["device"]): row
-            for row in record["rows"]
-            if row["time"] is not None and (metric == "time" or row["ratio"] is not None)
-        }
-    except (KeyError, TypeError) as error:
-        raise BenchError(f"a result file is damaged: {error!r} is missing in a row") from None
+Rows = dict[Key, dict[str, Any]]
+
+
+def _key(row: dict[str, Any], contender: str | None = None) -> Key:
+    """What makes two rows comparable; a training row also has its batches described."""
+    described = [row["description"]] if "description" in row else []
+    return (row["workload"], contender or row["contender"], row["dtype"], row["device"], *described)
+
+
+def _timed_rows(record: dict[str, Any], metric: str) -> Rows:
+    return {
+        _key(row): row
+        for row in record["rows"]
+        if row["time"] is not None and (metric == "time" or row["ratio"] is not None)
+    }
+
+
+def _failures(record: dict[str, Any]) -> dict[Key, str]:
+    """Contenders that were asked for and gave no time, with the reason."""
+    failures = {
+        _key(row): row["note"]
+        for row in record["rows"]
+        if row["time"] is None and row["note"] != INTERRUPTED_NOTE
+    }
+    names = {contender.label: contender.name for contender in CONTENDERS.values()}
+    for workload, reasons in record.get("not_run", {}).items():
+        # Every row of a workload has the same dtype and device.
+        sample = next((row for row in record["rows"] if row["workload"] == workload), None)
+        for label, reason in reasons.items():
+            if sample is not None and label in names:
+                failures[_key(sample, names[label])] = reason
+    return failures
 
 
 def _value(row: dict[str, Any], metric: str) -> float:
     return float(row["time"]["median"] if metric == "time" else row["ratio"])
+
+
+def _noise(rows: Rows, key: Key, metric: str) -> float:
+    noise = spread(rows[key]["time"])
+    baseline = _key(rows[key], BASELINE)
+    if metric == "ratio" and baseline != key and baseline in rows:
+        noise += spread(rows[baseline]["time"])
+    return noise
 
 
 def _name(key: Key) -> str:

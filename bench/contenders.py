@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from torch.optim import Optimizer
 from .environment import BACKENDS
 from .errors import unknown_name
 from .plain_torch import PlainNGNMDv1
+from .traffic import PASSES, Passes
 
 Build = Callable[..., Optimizer]
 
 BASELINE = "adamw:fused"
+ITSELF = "itself"
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,14 @@ class Contender:
     """An optimizer with a way to build it, and another whose results it must reproduce.
 
     `build(params, lr=…)` makes it; `build_truth` makes its slow, trusted form, which is run in
-    float64. `rule` is a key of `traffic.PASSES`. `unfused` code has its traffic counted from the
-    operators that it calls; `rounds_once` is false where half precision is rounded at each of them.
-    `slack` multiplies the tolerance of the check.
+    float64 and called `truth` in tables. `unfused` code has its traffic counted from the operators
+    that it calls; `rounds_once` is false where half precision is rounded at each of them. `slack`
+    multiplies the tolerance of the check.
     """
 
     name: str
     label: str
-    rule: str
+    passes: Passes
     build: Build
     build_truth: Build | None = None
     truth: str = ""
@@ -42,14 +45,14 @@ class Contender:
     rounds_once: bool = True
     slack: float = 1.0
 
-    def step_function(self, optimizer: Optimizer, loss: Tensor) -> Callable[[], object]:
-        """One whole `step()`, as a training loop would call it."""
+    def step_function(self, optimizer: Optimizer) -> Callable[[Tensor], object]:
+        """One whole `step()` for a loss, as a training loop would call it."""
         step: Callable[..., Any] = optimizer.step
         if self.compiled:
             step = torch.compile(step)
         if self.uses_loss:
-            return lambda: step(loss=loss)
-        return lambda: step()
+            return lambda loss: step(loss=loss)
+        return lambda loss: step()
 
 
 @dataclass(frozen=True)
@@ -102,17 +105,17 @@ def _all_contenders() -> Iterable[Contender]:
             yield Contender(
                 f"{name}:{backend}",
                 f"{variant.rule} · {backend}",
-                variant.rule,
+                PASSES[variant.rule],
                 _build_ngn(variant, backend),
                 _build_ngn(variant, "reference"),
-                "reference",
+                ITSELF if backend == "reference" else "reference",
                 uses_loss=True,
                 unfused=backend == "reference",
             )
     yield Contender(
         "ngnmdv1:plain",
         "NGN-MDv1 · plain torch",
-        "NGN-MDv1",
+        dataclasses.replace(PASSES["NGN-MDv1"], wide_state=False),
         PlainNGNMDv1,
         _build_ngn(NGN_VARIANTS["ngnmdv1"], "reference"),
         "reference",
@@ -130,10 +133,10 @@ def _all_contenders() -> Iterable[Contender]:
         yield Contender(
             f"adamw:{name}",
             f"AdamW · {name}",
-            "AdamW",
+            PASSES["AdamW"],
             _build_torch(adamw, **options),
             _build_torch(adamw, foreach=False),
-            "for-loop",
+            ITSELF if name == "for-loop" else "for-loop",
             unfused=name in ("foreach", "for-loop"),
             compiled=name == "compiled",
             rounds_once=name == "fused",
@@ -143,7 +146,7 @@ def _all_contenders() -> Iterable[Contender]:
     yield Contender(
         "sgd:fused",
         "SGD momentum · fused",
-        "SGDM",
+        PASSES["SGDM"],
         _build_torch(sgd, momentum=0.9, fused=True),
         _build_torch(sgd, momentum=0.9, foreach=False),
         "for-loop",
@@ -155,7 +158,7 @@ def _all_contenders() -> Iterable[Contender]:
         yield Contender(
             name,
             f"{rule} · momo-opt",
-            rule,
+            PASSES[rule],
             _build_momo(class_name),
             uses_loss=True,
             unfused=True,
@@ -165,28 +168,29 @@ def _all_contenders() -> Iterable[Contender]:
 CONTENDERS = {contender.name: contender for contender in _all_contenders()}
 
 
-def fastest_backend(status: dict[str, str]) -> str:
-    """The first backend that runs, as `backend="auto"` would take it."""
-    return next((name for name in ("triton", "cpu") if status.get(name) == "ok"), "reference")
-
-
 def select(names: Iterable[str], backend: str, compiled: bool = False) -> list[Contender]:
     """Contenders for command-line names, in the registry's order, always with the baseline.
 
     `ngnmdv1` is that rule on `backend`; `adamw` all of its forms; `ngn-all`, `torch-all`,
-    `momo-all` and `all` are groups. Compiled forms belong to a group only if `compiled` is set.
+    `momo-all` and `all` are groups. Compiled forms belong to no group; `compiled` adds them.
     """
     chosen = {BASELINE}
     for name in names:
-        chosen.update(_expand(name.lower(), backend, compiled))
-    return [contender for name, contender in CONTENDERS.items() if name in chosen]
+        chosen.update(_expand(name.lower(), backend))
+    return [
+        contender
+        for name, contender in CONTENDERS.items()
+        if name in chosen or (compiled and contender.compiled)
+    ]
 
 
-def _has_backend(name: str) -> bool:
-    return name.partition(":")[2] in BACKENDS
+def is_ngn(name: str) -> bool:
+    """Whether a contender is this library's: an NGN rule on one of its backends."""
+    rule, _, form = name.partition(":")
+    return rule in NGN_VARIANTS and form in BACKENDS
 
 
-def _expand(name: str, backend: str, compiled: bool) -> list[str]:
+def _expand(name: str, backend: str) -> list[str]:
     if name in CONTENDERS:
         return [name]
     if name == "ngn-all":
@@ -207,10 +211,10 @@ def _expand(name: str, backend: str, compiled: bool) -> list[str]:
             [*NGN_VARIANTS, "ngn-all", *groups, *CONTENDERS],
             "A rule is measured on the fastest backend that runs; ngnmdv1:reference asks for one "
             f"({', '.join(BACKENDS)}). Groups: ngn-all, torch-all, momo-all, all.",
-            [*NGN_VARIANTS, *(name for name in CONTENDERS if not _has_backend(name))],
+            [*NGN_VARIANTS, *(name for name in CONTENDERS if not is_ngn(name))],
         )
     return [
         contender.name
         for contender in CONTENDERS.values()
-        if groups[name](contender) and (compiled or not contender.compiled)
+        if groups[name](contender) and not contender.compiled
     ]

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import platform
+import subprocess
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,7 @@ PACKAGES = (
     "rich",
 )
 BACKENDS = ("cpu", "triton", "reference")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def package_versions() -> dict[str, str | None]:
@@ -85,10 +87,14 @@ def memory_free(device: torch.device) -> int | None:
     except OSError:
         pass
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = (CGROUP / "memory.max").read_text().strip()
         if limit != "max":
-            limits.append(max(0, int(limit) - used))
+            used = int((CGROUP / "memory.current").read_text())
+            lines = (CGROUP / "memory.stat").read_text().splitlines()
+            held = {name: int(number) for name, number in map(str.split, lines)}
+            # The page cache counts as used, and is given back when memory is wanted.
+            cached = held.get("active_file", 0) + held.get("inactive_file", 0)
+            limits.append(max(0, int(limit) - used + cached))
     except (OSError, ValueError):
         pass
     return min(limits, default=None)
@@ -148,6 +154,33 @@ def backend_status(device: torch.device) -> dict[str, str]:
     return status
 
 
+def fastest_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that `backend="auto"` takes for parameters of this kind."""
+    from ngn_kernels.backends import select_backend
+    from ngn_kernels.plan import BucketKey
+
+    state = torch.promote_types(dtype, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return select_backend("auto", BucketKey(device, dtype, dtype, state)).name
+
+
+def git_revision() -> str | None:
+    """The commit of this code, with "-dirty" if it was changed; None outside a clone."""
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # An installed copy may lie inside some other repository.
+        git("ls-files", "--error-unmatch", here.name)
+        return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def first_line(error: BaseException) -> str:
     """An exception as one line."""
     text = str(error).strip().splitlines()
@@ -158,6 +191,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     """Everything a reader of a result file needs to know about where it was measured."""
     return {
         "packages": package_versions(),
+        "revision": git_revision(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),

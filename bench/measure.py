@@ -114,7 +114,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Summary:
-    """Seconds per run. `low` and `high` are the quartiles; `rounds` the median of each round."""
+    """Seconds per run. `low` and `high` are the quartiles; `rounds` the median of each round;
+    `busy_low` the first quartile of the time that the hardware worked."""
 
     median: float
     low: float
@@ -123,6 +124,7 @@ class Summary:
     samples: int
     rounds: tuple[float, ...]
     device_median: float | None
+    busy_low: float
 
     @property
     def busy(self) -> float:
@@ -139,24 +141,37 @@ def summarise(lane: Lane) -> Summary | None:
     """Statistics of what a lane has measured so far; None if that is nothing."""
     if not lane.timings:
         return None
-    walls = sorted(timing.wall for timing in lane.timings)
-    low, _, high = statistics.quantiles(walls, n=4) if len(walls) > 1 else walls * 3
+    walls = [timing.wall for timing in lane.timings]
     devices = [timing.device for timing in lane.timings if timing.device is not None]
+    low, median, high = _quartiles(walls)
+    device_low, device_median, _ = _quartiles(devices) if devices else (low, None, high)
     return Summary(
-        statistics.median(walls),
+        median,
         low,
         high,
-        walls[0],
+        min(walls),
         len(walls),
         tuple(lane.rounds),
-        statistics.median(devices) if devices else None,
+        device_median,
+        device_low,
     )
 
 
-def paired_ratio(summary: Summary, baseline: Summary) -> float:
-    """Median over rounds of the ratio in that round: slow changes of the machine cancel."""
-    pairs = zip(summary.rounds, baseline.rounds, strict=False)
-    return statistics.median(mine / other for mine, other in pairs)
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Never beyond the values themselves, however few there are."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def paired_ratio(summary: Summary, baseline: Summary) -> float | None:
+    """Median over rounds of the ratio in that round: slow changes of the machine cancel.
+
+    None if no round was finished by both.
+    """
+    ratios = [mine / other for mine, other in zip(summary.rounds, baseline.rounds, strict=False)]
+    return statistics.median(ratios) if ratios else None
 
 
 def measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from .contenders import BASELINE
 from .environment import machine_line
 from .errors import BenchError
 from .report import duration, rows_of, workload_names
+from .roofline import memory_speed
 from .step_tables import headline_rows, workload_title
 
 if TYPE_CHECKING:
@@ -27,12 +29,18 @@ SOURCE_KEY = "Source"
 RATIO_TICKS = {0.125: "⅛×", 0.25: "¼×", 0.5: "½×", **{2**n: f"{2**n}×" for n in range(10)}}
 
 
-def _figure(width: float, height: float) -> Figure:
+def require_matplotlib() -> None:
     try:
-        from matplotlib import rcParams
-        from matplotlib.figure import Figure
+        importlib.import_module("matplotlib.figure")
     except ImportError:
         raise BenchError("plots need matplotlib: pip install 'ngn-kernels[bench]'") from None
+
+
+def _figure(width: float, height: float) -> Figure:
+    require_matplotlib()
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
     rcParams["font.size"] = 9
     rcParams["axes.edgecolor"] = MUTED
     return Figure(figsize=(width, height), layout="constrained")
@@ -112,7 +120,7 @@ def _ratio_panel(
 ) -> None:
     """One workload: bars by ratio, with ratio and time at the right."""
     baseline = next(row["time"]["median"] for row in rows if row["contender"] == BASELINE)
-    speed = record["memory_bandwidth"].get(rows[0]["workload"])
+    speed = memory_speed(record["memory_bandwidth"])
     for position, row in enumerate(rows):
         axes.barh(position, row["ratio"] - 1, left=1, height=0.7, color=_bar_colour(row))
         if speed and not _in_cache(row, record):

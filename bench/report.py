@@ -16,7 +16,9 @@ from typing import IO, Any
 from .errors import BenchError
 
 SCHEMA = 1
+INTERRUPTED_NOTE = "not measured: interrupted"
 REFRESH_SECONDS = 0.25
+FEW_SAMPLES = 5
 
 Progress = Callable[[float, str], object]
 
@@ -32,6 +34,12 @@ def rows_of(record: dict[str, Any], workload: str) -> list[dict[str, Any]]:
 def spread(time: dict[str, Any]) -> float:
     """`Summary.spread` of a time in a record."""
     return float((time["high"] - time["low"]) / 2 / time["median"])
+
+
+def spread_text(time: dict[str, Any]) -> str:
+    """The spread in percent, with the number of samples where that is small."""
+    few = f" (n={time['samples']})" if time["samples"] < FEW_SAMPLES else ""
+    return f"{spread(time):.1%}{few}"
 
 
 def duration(seconds: float) -> str:
@@ -176,6 +184,21 @@ def record(
     }
 
 
+def require_writable(path: Path | None) -> None:
+    """Raise if a result could not be written to `path`; asked before it is measured."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise BenchError(f"cannot write {path}: it is a directory; give a file name in it")
+    partial = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}") from None
+
+
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write a result file, whole or not at all."""
     partial = path.with_name(path.name + ".part")
@@ -198,6 +221,7 @@ def info_lines(environment: dict[str, Any]) -> list[str]:
     caches = ", ".join(f"{level} {size(number)}" for level, number in environment["caches"].items())
     memory = environment["memory"]
     lines = [
+        f"revision    {environment['revision'] or 'unknown'}",
         f"python      {environment['python']} on {environment['platform']}",
         f"processor   {environment['cpu']}, {environment['cores']} core(s), {environment['simd']}",
         f"caches      {caches or 'unknown'}",
@@ -224,12 +248,15 @@ def read_json(path: Path, kind: str | None = None) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BenchError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict) or "schema" not in data or "kind" not in data:
         raise BenchError(f"{path} is not a result of ngn-bench: write one with --json")
     if data["schema"] != SCHEMA:
         raise BenchError(f"{path} has schema {data['schema']}; this version reads {SCHEMA}")
+    environment = data.get("environment")
+    if not isinstance(environment, dict) or not isinstance(environment.get("packages"), dict):
+        raise BenchError(f"{path} is damaged: it does not say where it was measured")
     if kind is not None and data["kind"] != kind:
         raise BenchError(f"{path} is a result of `ngn-bench {data['kind']}`, not of `{kind}`")
     return data

@@ -16,6 +16,7 @@ from .report import Column, Table, size
 from .traffic import PASSES
 
 KERNELS = ("read", "copy", "triad", "update")
+MEMORY_KERNELS = ("copy", "update")
 
 
 def large_elements(device: torch.device) -> int:
@@ -29,13 +30,9 @@ def large_elements(device: torch.device) -> int:
 def bandwidth_lanes(
     elements: int, device: torch.device, kernels: Sequence[str] = KERNELS
 ) -> tuple[list[Lane], dict[str, int]]:
-    """Lanes that read, copy, compute a = b + s·c or a = s·a, and the bytes that each moves.
-
-    Optimizers update in place, so that `update` is their measure of the memory: the others also
-    fetch, on most CPUs, the lines that they overwrite.
-    """
+    """Lanes that read, copy, compute a = b + s·c or a = s·a, and the bytes that each moves."""
     a = torch.ones(elements, device=device)
-    b = a if list(kernels) == ["update"] else torch.ones_like(a)
+    b = torch.ones_like(a)
     c = torch.ones_like(a) if "triad" in kernels else b
     runs: dict[str, tuple[Callable[[], Tensor], int]] = {
         "read": (lambda: torch.sum(b), 1),
@@ -47,18 +44,33 @@ def bandwidth_lanes(
     return lanes, {name: runs[name][1] * 4 * elements for name in kernels}
 
 
-def bandwidths(
+def speeds(lanes: Sequence[Lane], moved: dict[str, int]) -> dict[str, float]:
+    """Bytes per second of each lane in its fastest quarter: noise only ever slows it down."""
+    return {
+        lane.name: moved[lane.name] / summary.busy_low
+        for lane in lanes
+        if (summary := summarise(lane))
+    }
+
+
+def memory_speed(bandwidth: dict[str, float]) -> float | None:
+    """The memory bandwidth of a run: the faster of copying and updating in place.
+
+    Optimizers update in place. A copy shows less on most CPUs, where it also fetches the lines
+    that it overwrites.
+    """
+    return max((bandwidth[name] for name in MEMORY_KERNELS if name in bandwidth), default=None)
+
+
+def _bandwidths(
     elements: int, device: torch.device, clock: Clock, seconds: float
 ) -> dict[str, float] | None:
     """Bytes per second of each kernel on arrays of `elements`; None if interrupted."""
-    lanes, moved = bandwidth_lanes(elements, device)
-    if not measure(lanes, clock, seconds):
+    try:
+        lanes, moved = bandwidth_lanes(elements, device)
+    except KeyboardInterrupt:
         return None
-    found = {}
-    for lane in lanes:
-        if summary := summarise(lane):
-            found[lane.name] = moved[lane.name] / summary.busy
-    return found
+    return speeds(lanes, moved) if measure(lanes, clock, seconds) else None
 
 
 @dataclass(frozen=True)
@@ -75,15 +87,14 @@ class Floor:
         return self.reduce + self.apply
 
 
-def floors(bandwidth: dict[str, float], dtype: torch.dtype) -> list[Floor]:
-    """Each rule's floor: all of its bytes at the best speed that was measured."""
-    best = max(bandwidth[kernel] for kernel in KERNELS)
+def floors(speed: float, dtype: torch.dtype) -> list[Floor]:
+    """Each rule's floor: all of its bytes at the memory's speed."""
     return [
         Floor(
             rule,
             passes.floor_bytes(dtype),
-            passes.reduce_bytes(dtype) / best,
-            passes.apply_bytes(dtype) / best,
+            passes.reduce_bytes(dtype) / speed,
+            passes.apply_bytes(dtype) / speed,
         )
         for rule, passes in PASSES.items()
     ]
@@ -117,14 +128,15 @@ def run_roofline(
     for index, elements in enumerate(reversed(sizes)):
         progress(index / len(sizes), f"arrays of {size(4 * elements)}")
         share = seconds / 3 if index == 0 else seconds * 2 / 3 / max(1, len(sizes) - 1)
-        found = bandwidths(elements, device, clock, share)
+        found = _bandwidths(elements, device, clock, share)
         if found is None:
             interrupted = True
             break
         sweep.insert(0, {"bytes": 4 * elements, **found})
+    speed = memory_speed(sweep[-1]) if sweep else None
     return {
         "sweep": sweep,
-        "floors": floors(sweep[-1], dtype) if sweep else [],
+        "floors": floors(speed, dtype) if speed else [],
         "dtype": str(dtype).removeprefix("torch."),
         "interrupted": interrupted,
     }
@@ -163,8 +175,9 @@ def roofline_tables(record: dict[str, Any]) -> list[Table]:
             ]
         )
     caption = (
-        "ns per parameter: the rule's bytes at the best speed measured on the largest arrays. No "
-        "step of a model that fits no cache can be much shorter."
+        "ns per parameter: the rule's bytes at the faster of copy and update in place on the "
+        "largest arrays, each in its fastest quarter. No step of a model that fits no cache can be "
+        "much shorter."
     )
     tables.append(Table(f"Shortest step, {record['dtype']}", columns, cells, caption))
     return tables

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -14,13 +15,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import roofline
-from .check import Verdict, check
+from .check import Verdict, checked, try_once
 from .contenders import BASELINE, Contender
 from .environment import cache_bytes, first_line, memory_free
 from .errors import BenchError
 from .measure import Lane, Summary, make_clock, measure, peak_extra_bytes, summarise
-from .traffic import PASSES, count_bytes
-from .workloads import Workload
+from .report import INTERRUPTED_NOTE
+from .traffic import count_bytes
+from .workloads import Shape, Workload
 
 DTYPES = {
     "float32": torch.float32,
@@ -29,6 +31,8 @@ DTYPES = {
     "float64": torch.float64,
 }
 LOSS = 2.5
+# So small that parameters stay in range however many steps are timed.
+LEARNING_RATE = 1e-4
 COUNTED_ELEMENTS = 2**16
 SLOW_REFERENCE_PARAMETERS = 16_000_000
 LARGE_PARAMETERS = 4_000_000
@@ -60,7 +64,6 @@ class Row:
     extra_bytes: int | None = None
     time: Summary | None = None
     ratio: float | None = None
-    share: float | None = None
     note: str = ""
 
     @property
@@ -70,13 +73,14 @@ class Row:
             return None
         return self.bytes_floor * self.parameters / self.time.busy
 
-    def as_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "bandwidth": self.bandwidth}
+    def as_json(self, memory_speed: float | None) -> dict[str, Any]:
+        share = self.bandwidth / memory_speed if self.bandwidth and memory_speed else None
+        return {**dataclasses.asdict(self), "bandwidth": self.bandwidth, "share": share}
 
 
 @dataclass
 class StepResult:
-    """Rows in the order of the table, with the memory bandwidth measured among them."""
+    """Rows in the order of the table; the memory's copy and update speed, the best of the run."""
 
     rows: list[Row] = field(default_factory=list)
     memory_bandwidth: dict[str, float] = field(default_factory=dict)
@@ -84,20 +88,13 @@ class StepResult:
     interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
+        speed = roofline.memory_speed(self.memory_bandwidth)
         return {
-            "rows": [row.as_json() for row in self.rows],
+            "rows": [row.as_json(speed) for row in self.rows],
             "memory_bandwidth": self.memory_bandwidth,
             "not_run": self.not_run,
             "interrupted": self.interrupted,
         }
-
-
-def state_bytes_estimate(contender: Contender, parameters: int, dtype: torch.dtype) -> int:
-    """Memory of the optimizer's state, from the streams that its rule keeps."""
-    kept = {stream for stream in PASSES[contender.rule].writes if stream in "mv"}
-    in_dtype = contender.uses_loss is False or contender.name.startswith("momo")
-    size = dtype.itemsize if in_dtype else max(4, dtype.itemsize)
-    return parameters * size * len(kept)
 
 
 def require_memory(workload: Workload, contenders: Sequence[Contender], settings: Settings) -> None:
@@ -106,12 +103,11 @@ def require_memory(workload: Workload, contenders: Sequence[Contender], settings
     if free is None:
         return
     size = workload.parameters * settings.dtype.itemsize
-    states = sum(
-        state_bytes_estimate(contender, workload.parameters, settings.dtype)
-        for contender in contenders
+    states = workload.parameters * sum(
+        contender.passes.state_bytes(settings.dtype) for contender in contenders
     )
     temporaries = 3 * size if any(contender.unfused for contender in contenders) else 0
-    bandwidth = 4 * roofline.large_elements(settings.device)
+    bandwidth = 2 * 4 * roofline.large_elements(settings.device)
     needed = 2 * size + states + temporaries + bandwidth
     if needed > free:
         gib = 2**30
@@ -170,11 +166,19 @@ def _run_workload(
     lanes: list[Lane] = []
     refused = result.not_run.setdefault(workload.name, {})
     params, gradients = _allocate(workload, settings)
+    _fill(params, gradients)
+    turn = _next_of_same_shape(workload.shapes)
     loss = torch.full((), LOSS, device=settings.device)
     clock = make_clock(settings.device, _flush_bytes() if settings.cold else 0)
+    optimizers: dict[str, Optimizer] = {}
+    if any(contender.compiled for contender in contenders):
+        torch.compiler.reset()
 
     def prepare() -> None:
-        """New gradient tensors for every step, as `zero_grad()` leaves a training loop."""
+        """New gradient tensors for every step, as `zero_grad()` leaves a training loop; where
+        several parameters have one shape, also in other memory than before."""
+        nonlocal gradients
+        gradients = [gradients[index] for index in turn]
         for p, gradient in zip(params, gradients, strict=True):
             p.grad = gradient.detach()
         if settings.cold:
@@ -182,7 +186,9 @@ def _run_workload(
 
     for contender in contenders:
         progress(0.0, f"checking {contender.label}")
-        verdict = _checked(contender, settings, verdicts)
+        if contender.name not in verdicts:
+            verdicts[contender.name] = checked(contender, settings.dtype, settings.device)
+        verdict = verdicts[contender.name]
         if isinstance(verdict, str):
             refused[contender.label] = verdict
             continue
@@ -196,91 +202,105 @@ def _run_workload(
             str(settings.device),
             verdict,
             _bytes_moved(contender, settings),
-            PASSES[contender.rule].floor_bytes(settings.dtype),
+            contender.passes.floor_bytes(settings.dtype),
         )
         rows.append(row)
         if verdict.ok is False:
             row.note = f"not timed: {verdict.text}"
             continue
         try:
-            lane = _lane(contender, params, loss, prepare, row, settings)
+            optimizer = contender.build(list(params), lr=LEARNING_RATE)
+            lane = _lane(contender, optimizer, loss, prepare, row, settings)
+            if not _all_finite(params):
+                raise ArithmeticError(f"its step leaves non-finite parameters in {row.dtype}")
         except Exception as error:  # reported beside the contender
             row.note = f"failed: {first_line(error)}"
+            _fill(params, gradients)
             continue
         lanes.append(lane)
+        optimizers[lane.name] = optimizer
 
-    updates, moved = roofline.bandwidth_lanes(
-        roofline.large_elements(settings.device), settings.device, ["update"]
+    memory, moved = roofline.bandwidth_lanes(
+        roofline.large_elements(settings.device), settings.device, roofline.MEMORY_KERNELS
     )
-    completed = measure([*lanes, *updates], clock, seconds, progress)
+    completed = measure([*lanes, *memory], clock, seconds, progress)
     result.interrupted = not completed
-    _fill_in(rows, lanes, updates[0], moved["update"], workload, result)
+    for name, speed in roofline.speeds(memory, moved).items():
+        result.memory_bandwidth[name] = max(speed, result.memory_bandwidth.get(name, 0.0))
+    _fill_in(rows, lanes, _unfit_times(optimizers, params))
     result.rows += rows
 
 
 def _allocate(workload: Workload, settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
-    generator = torch.Generator(settings.device).manual_seed(0)
-    params: list[Tensor] = []
-    gradients: list[Tensor] = []
-    for shape in workload.shapes:
-        for tensors, scale in ((params, 1.0), (gradients, 1e-3)):
-            tensor = torch.empty(shape, dtype=settings.dtype, device=settings.device)
-            tensors.append(tensor.normal_(0.0, scale, generator=generator))
-        params[-1].requires_grad_()
-    return params, gradients
+    options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device}
+    params = [torch.empty(shape, **options, requires_grad=True) for shape in workload.shapes]
+    return params, [torch.empty(shape, **options) for shape in workload.shapes]
+
+
+@torch.no_grad()
+def _fill(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Random values; gradients away from zero, so that their squares do not underflow in half
+    precision."""
+    generator = torch.Generator(params[0].device).manual_seed(0)
+    for p, gradient in zip(params, gradients, strict=True):
+        p.normal_(generator=generator)
+        gradient.uniform_(0.25, 1.25, generator=generator)
+
+
+def _next_of_same_shape(shapes: Sequence[Shape]) -> list[int]:
+    """For each tensor the index of the next one of its shape, in a circle."""
+    alike: dict[Shape, list[int]] = {}
+    for index, shape in enumerate(shapes):
+        alike.setdefault(shape, []).append(index)
+    turn: dict[int, int] = {}
+    for indices in alike.values():
+        turn.update(zip(indices, [*indices[1:], indices[0]], strict=True))
+    return [turn[index] for index in range(len(shapes))]
+
+
+def _all_finite(params: Iterable[Tensor]) -> bool:
+    """Whether no parameter is NaN or infinite; found without temporaries of their size."""
+    extremes = [end for p in params if p.numel() for end in torch.aminmax(p.detach())]
+    return bool(torch.isfinite(torch.stack(extremes)).all())
+
+
+def _unfit_times(optimizers: dict[str, Optimizer], params: Sequence[Tensor]) -> dict[str, str]:
+    """Reasons not to show the time of some optimizers: they did not do the work."""
+    if not _all_finite(params):
+        return dict.fromkeys(optimizers, "parameters became non-finite while steps were timed")
+    skipped = {
+        name: int(optimizer.skipped_steps)
+        for name, optimizer in optimizers.items()
+        if hasattr(optimizer, "skipped_steps")
+    }
+    return {
+        name: f"{number} of its steps were skipped" for name, number in skipped.items() if number
+    }
 
 
 def _flush_bytes() -> int:
     return max(cache_bytes().values(), default=32 * 2**20)
 
 
-def _checked(
-    contender: Contender, settings: Settings, verdicts: dict[str, Verdict | str]
-) -> Verdict | str:
-    """The contender's verdict, or the reason why it cannot run at all."""
-    if contender.name not in verdicts:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if contender.build_truth is None:
-                    _try_once(contender, settings)
-                verdicts[contender.name] = check(contender, settings.dtype, settings.device)
-        except Exception as error:  # reported beside the contender
-            verdicts[contender.name] = first_line(error)
-    return verdicts[contender.name]
-
-
-def _try_once(contender: Contender, settings: Settings, elements: int = 8) -> tuple[Any, ...]:
-    """Build the contender on one tensor and take a step, so that its state exists."""
-    param = torch.ones(elements, dtype=settings.dtype, device=settings.device, requires_grad=True)
-    param.grad = torch.ones_like(param)
-    step = contender.step_function(
-        contender.build([param]), torch.full((), LOSS, device=settings.device)
-    )
-    step()
-    return param, step
-
-
 def _bytes_moved(contender: Contender, settings: Settings) -> float:
     """Bytes per parameter that the contender's code moves."""
     if not contender.unfused:
-        return PASSES[contender.rule].floor_bytes(settings.dtype)
+        return contender.passes.floor_bytes(settings.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, step = _try_once(contender, settings, COUNTED_ELEMENTS)
+        step = try_once(contender, settings.dtype, settings.device, COUNTED_ELEMENTS)
         return round(count_bytes(step) / COUNTED_ELEMENTS, 1)
 
 
 def _lane(
     contender: Contender,
-    params: Sequence[Tensor],
+    optimizer: Optimizer,
     loss: Tensor,
     prepare: Callable[[], None],
     row: Row,
     settings: Settings,
 ) -> Lane:
-    optimizer = contender.build(list(params))
-    step = contender.step_function(optimizer, loss)
+    step = functools.partial(contender.step_function(optimizer), loss)
     prepare()
     step()
     row.state_bytes = _state_bytes(optimizer)
@@ -302,30 +322,21 @@ def _state_bytes(optimizer: Optimizer) -> int:
 def _fill_in(
     rows: Iterable[Row],
     lanes: Sequence[Lane],
-    update: Lane,
-    update_bytes: int,
-    workload: Workload,
-    result: StepResult,
+    unfit: dict[str, str],
 ) -> None:
-    """Times, and ratios to the baseline and to the memory bandwidth of the same run."""
+    """Times that may be shown, and their ratios to the baseline."""
     summaries = {lane.name: summarise(lane) for lane in lanes}
     failures = {lane.name: lane.failure for lane in lanes if lane.failure}
-    updated = summarise(update)
-    speed = update_bytes / updated.busy if updated else None
-    if speed is not None:
-        result.memory_bandwidth[workload.name] = speed
     by_name = {row.contender: row for row in rows}
     for row in by_name.values():
-        row.time = summaries.get(row.label)
         if row.label in failures:
             row.note = f"failed: {failures[row.label]}"
-        elif row.time is None and not row.note:
-            row.note = "not measured: interrupted"
+        elif row.label in unfit:
+            row.note = f"not shown: {unfit[row.label]}"
+        elif not row.note:
+            row.time = summaries[row.label]
+            row.note = "" if row.time else INTERRUPTED_NOTE
     baseline = by_name.get(BASELINE)
-    for row in by_name.values():
-        if row.time is None:
-            continue
-        if baseline is not None and baseline.time is not None:
-            row.ratio = row.time.median / baseline.time.median
-        if speed is not None and row.bandwidth is not None:
-            row.share = row.bandwidth / speed
+    if baseline is not None and baseline.time is not None:
+        for row in by_name.values():
+            row.ratio = row.time.median / baseline.time.median if row.time else None

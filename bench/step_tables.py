@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .contenders import BASELINE, CONTENDERS, NGN_VARIANTS
-from .environment import BACKENDS
-from .report import Column, Table, duration, rows_of, size, spread, workload_names
+from .contenders import BASELINE, CONTENDERS, NGN_VARIANTS, is_ngn
+from .report import Column, Table, duration, rows_of, size, spread_text, workload_names
+from .roofline import memory_speed
 from .workloads import count
 
 COLUMNS = (
@@ -25,12 +25,26 @@ COLUMNS = (
 )
 CAPTION = (
     "time/step: median of whole step() calls, contenders in turns; ±: half the distance between "
-    "the quartiles. vs AdamW: ratio to torch's fused AdamW. GB/s counts the bytes that the rule "
-    "must move (floor, per parameter). of memory: its share of the speed of an update in place, "
-    "a = s·a, of arrays that fit no cache; over 100 %, much stayed in a cache. B/param: bytes "
-    "that the code moves. extra: most memory held during the step beyond parameters, gradients "
-    "and state."
+    "the quartiles, with the number n of samples where that is below 5. vs AdamW: ratio to torch's "
+    "fused AdamW. GB/s counts the bytes that the rule must move (floor, per parameter). of memory: "
+    "its share of the memory bandwidth; over 100 %, much stayed in a cache. B/param: bytes that "
+    "the code moves. extra: most memory held during the step beyond parameters, gradients and "
+    "state. checked: what its results were compared with; a trusted form only with itself in "
+    "float64."
 )
+
+
+def memory_line(record: dict[str, Any]) -> str:
+    """The bandwidth that shares refer to, and what it is; empty if it was not measured."""
+    measured = record["memory_bandwidth"]
+    speed = memory_speed(measured)
+    if speed is None:
+        return ""
+    parts = ", ".join(f"{name} {speed / 1e9:.1f}" for name, speed in measured.items())
+    return (
+        f"Memory bandwidth {speed / 1e9:.1f} GB/s: the faster of copying and updating in place "
+        f"({parts}) arrays that fit no cache, each in its fastest quarter, the best of the run."
+    )
 
 
 def workload_title(row: dict[str, Any]) -> str:
@@ -42,12 +56,7 @@ def headline_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows for pictures: those with a ratio, without the reference where a faster form is there."""
     shown = [row for row in rows if row["ratio"] is not None]
     faster = [row for row in shown if not row["contender"].endswith(":reference")]
-    return faster if any(_is_ngn(row) for row in faster) else shown
-
-
-def _is_ngn(row: dict[str, Any]) -> bool:
-    rule, _, form = row["contender"].partition(":")
-    return rule in NGN_VARIANTS and form in BACKENDS
+    return faster if any(is_ngn(row["contender"]) for row in faster) else shown
 
 
 def step_tables(record: dict[str, Any]) -> list[Table]:
@@ -60,13 +69,11 @@ def step_tables(record: dict[str, Any]) -> list[Table]:
     for workload in workload_names(record):
         rows = rows_of(record, workload)
         title = f"{workload_title(rows[0])}, {rows[0]['dtype']} on {rows[0]['device']}"
-        if speed := record["memory_bandwidth"].get(workload):
-            title += f"; memory bandwidth {speed / 1e9:.1f} GB/s"
         cells = [_cells(row, device_time) for row in rows]
         bold = next((i for i, row in enumerate(rows) if row["contender"] == BASELINE), None)
         tables.append(Table(title, columns, cells, bold=bold))
     if tables:
-        tables[-1].caption = CAPTION
+        tables[-1].caption = f"{CAPTION} {memory_line(record)}".strip()
     return tables
 
 
@@ -78,7 +85,7 @@ def _cells(row: dict[str, Any], device_time: bool) -> list[str]:
         timed = [
             duration(time["median"]),
             *([duration(time["device_median"])] if device_time else []),
-            f"{spread(time):.0%}",
+            spread_text(time),
             f"{row['ratio']:.2f}×" if row["ratio"] is not None else "–",
             f"{row['bandwidth'] / 1e9:.1f}",
             f"{row['share']:.0%}" if row["share"] is not None else "–",
@@ -95,11 +102,13 @@ def _cells(row: dict[str, Any], device_time: bool) -> list[str]:
 
 
 def not_run_lines(record: dict[str, Any]) -> list[str]:
-    """Contenders that could not run, with the reason; those that share a reason share a line."""
+    """Contenders that could not run or were left out, with the reason; those that share a reason
+    share a line."""
     grouped: dict[tuple[str, str], list[str]] = {}
-    for workload, refused in record["not_run"].items():
-        for label, reason in refused.items():
-            grouped.setdefault((label, reason), []).append(workload)
+    for refused in (record["not_run"], record["left_out"]):
+        for workload, reasons in refused.items():
+            for label, reason in reasons.items():
+                grouped.setdefault((label, reason), []).append(workload)
     by_reason: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (label, reason), workloads in grouped.items():
         by_reason.setdefault((reason, tuple(workloads)), []).append(label)
@@ -155,7 +164,7 @@ def slower_lines(record: dict[str, Any], rule: str = "ngnmdv1") -> list[str]:
         if fused["share"] is not None:
             lines.append(
                 f"{workload}: {fused['label']} moves {fused['bandwidth'] / 1e9:.1f} GB/s, "
-                f"{fused['share']:.0%} of the memory bandwidth measured beside it"
+                f"{fused['share']:.0%} of the memory bandwidth"
             )
         for row in rows.values():
             if CONTENDERS[row["contender"]].unfused:

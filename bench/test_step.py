@@ -41,11 +41,12 @@ def test_step(name: str, parameters: list[torch.Tensor], benchmark: Callable[...
     contender = CONTENDERS[name]
     verdict = check(contender, torch.float32, DEVICE)
     assert verdict.ok, verdict.text
-    step = contender.step_function(contender.build(parameters), torch.full((), 2.5, device=DEVICE))
+    step = contender.step_function(contender.build(parameters))
+    loss = torch.full((), 2.5, device=DEVICE)
     before = parameters[0].detach().clone()
 
     def run() -> None:
-        step()
+        step(loss)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
 

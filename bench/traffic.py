@@ -7,7 +7,7 @@ the operators that it calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,44 +21,49 @@ from torch.utils._pytree import tree_iter
 class Passes:
     """Streams of a rule: g gradient, x parameter, m momentum, v second moment.
 
-    `reduce` is read before the step size is known; of the apply pass, `reads` come in and
-    `writes` go out.
+    `reduce` moves before the step size is known, `apply` after it; a stream that is read and
+    written stands twice. `wide_state` keeps m and v in float32 also for parameters in half
+    precision; otherwise they have the parameters' dtype.
     """
 
     reduce: str
-    reads: str
-    writes: str
+    apply: str
+    wide_state: bool = False
 
     def reduce_bytes(self, dtype: torch.dtype) -> int:
-        return _stream_bytes(self.reduce, dtype)
+        return self._bytes(self.reduce, dtype)
 
     def apply_bytes(self, dtype: torch.dtype) -> int:
-        return _stream_bytes(self.reads + self.writes, dtype)
+        return self._bytes(self.apply, dtype)
 
     def floor_bytes(self, dtype: torch.dtype) -> int:
         """Bytes per parameter that the rule must move when the model fits no cache."""
         return self.reduce_bytes(dtype) + self.apply_bytes(dtype)
 
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes per parameter that the rule keeps from step to step."""
+        return self._bytes(set(self.reduce + self.apply) & {"m", "v"}, dtype)
 
-def _stream_bytes(streams: str, dtype: torch.dtype) -> int:
-    state = max(dtype.itemsize, torch.float32.itemsize)
-    return sum(dtype.itemsize if stream in "gx" else state for stream in streams)
+    def _bytes(self, streams: Iterable[str], dtype: torch.dtype) -> int:
+        state = max(4, dtype.itemsize) if self.wide_state else dtype.itemsize
+        return sum(state if stream in "mv" else dtype.itemsize for stream in streams)
 
 
 PASSES = {
-    "NGN": Passes("g", "gx", "x"),
-    "NGN-M": Passes("g", "gmx", "mx"),
-    "NGN-D": Passes("", "gx", "x"),
-    "NGN-D (RMS)": Passes("", "gvx", "vx"),
-    "NGN-MDv1": Passes("gv", "gvmx", "vmx"),
-    "NGN-MDv2": Passes("", "gvmx", "vmx"),
-    "Dec-NGN-MDv1": Passes("gv", "gvmx", "vmx"),
-    "NGN-MDv1W": Passes("gvx", "gvmx", "vmx"),
-    "AdamW": Passes("", "gvmx", "vmx"),
-    "SGDM": Passes("", "gmx", "mx"),
-    # Momo needs ⟨x, d⟩, ⟨x, g⟩ and ‖d‖² of the new average d before it can move x.
-    "Momo": Passes("gmx", "gmx", "mx"),
-    "Momo-Adam": Passes("gvmx", "gvmx", "vmx"),
+    "NGN": Passes("g", "gxx"),
+    "NGN-M": Passes("g", "gmmxx", wide_state=True),
+    "NGN-D": Passes("", "gxx"),
+    "NGN-D (RMS)": Passes("", "gvvxx", wide_state=True),
+    "NGN-MDv1": Passes("gv", "gvvmmxx", wide_state=True),
+    "NGN-MDv2": Passes("", "gvvmmxx", wide_state=True),
+    "Dec-NGN-MDv1": Passes("gv", "gvvmmxx", wide_state=True),
+    "NGN-MDv1W": Passes("gvx", "gvvmmxx", wide_state=True),
+    "AdamW": Passes("", "gvvmmxx"),
+    "SGDM": Passes("", "gmmxx"),
+    # Momo needs ⟨x, d⟩, ⟨x, g⟩ and ‖d‖² of the new average d before it can move x; it stores d
+    # on the way, and does not come back to g.
+    "Momo": Passes("gmmx", "mxx"),
+    "Momo-Adam": Passes("gvvmmx", "vmxx"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 import statistics
@@ -16,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import models
-from .contenders import BASELINE, CONTENDERS, Contender, select
+from .check import Verdict, checked
+from .contenders import BASELINE, CONTENDERS, Contender, is_ngn, select
 from .environment import first_line, memory_free
 from .errors import BenchError, unknown_name
 from .measure import Clock, Lane, Summary, make_clock, measure, paired_ratio, summarise
-from .report import Column, Table, duration, rows_of, spread, workload_names
+from .report import INTERRUPTED_NOTE, Column, Table, duration, rows_of, spread_text, workload_names
 from .workloads import count
 
 BATCHES = 64
@@ -43,6 +45,25 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What will be trained: a model with its sizes, and batches of inputs of one shape."""
+
+    name: str
+    model: str
+    sizes: dict[str, int]
+    batch: int
+    input_shape: tuple[int, ...]
+
+    @property
+    def context(self) -> int | None:
+        """Tokens in a sequence; None for images."""
+        return self.sizes.get("context")
+
+    def build(self) -> nn.Module:
+        return models.build(self.model, **self.sizes)
+
+
+@dataclass(frozen=True)
 class Task:
     """A model with its batches, ready to train."""
 
@@ -52,61 +73,65 @@ class Task:
     description: str
 
 
+IMAGES = {"mlp": (1, 28, 28), "resnet20": (3, 32, 32), "vit-cifar": (3, 32, 32)}
+SMALL_TRANSFORMER = {"layers": 4, "heads": 4, "dim": 128, "vocab": BYTE_VOCABULARY}
 TASKS = (
-    "mlp",
+    *IMAGES,
     "small-transformer",
-    "resnet20",
-    "vit-cifar",
     "gpt2",
     *(f"transformer++-{size}" for size in models.TRANSFORMER_PLUS_SIZES),
 )
 
 
-def make_task(name: str, settings: TrainSettings) -> Task:
-    """Build the model and a few batches of images, text or random tokens for it."""
+def plan_task(name: str, contenders: Sequence[Contender], settings: TrainSettings) -> Plan:
+    """Choose what is left open, and raise before anything is allocated if it cannot be trained."""
     if name not in TASKS:
         raise unknown_name("training task", name, TASKS)
-    torch.manual_seed(0)
-    if name in ("mlp", "resnet20", "vit-cifar"):
-        return _image_task(name, settings)
-    return _language_task(name, settings)
-
-
-def _image_task(name: str, settings: TrainSettings) -> Task:
-    if settings.text is not None or settings.context is not None:
-        raise BenchError(f"{name} trains on images: --text and --context do not apply to it")
-    shape = (1, 28, 28) if name == "mlp" else (3, 32, 32)
-    batch = settings.batch or 128
-    device = settings.device
-    images = [torch.randn(batch, *shape, device=device) for _ in range(BATCHES)]
-    labels = [torch.randint(10, (batch,), device=device) for _ in range(BATCHES - 1)]
-    # The two lists run past each other: what has no pattern cannot be learnt by heart, and
-    # gradients do not vanish into slow denormal numbers.
-    rounds = range(BATCHES * (BATCHES - 1))
-    batches = [(images[i % BATCHES], labels[i % (BATCHES - 1)]) for i in rounds]
-    return Task(name, models.build(name).to(device), batches, f"batches of {batch} images")
-
-
-def _language_task(name: str, settings: TrainSettings) -> Task:
-    if name == "small-transformer":
-        name_of_model, sizes = "char-transformer", {"layers": 4, "heads": 4, "dim": 128}
-        sizes["vocab"] = BYTE_VOCABULARY
-        batch, context = settings.batch or 16, settings.context or 64
+    if name in IMAGES:
+        if settings.text is not None or settings.context is not None:
+            raise BenchError(f"{name} trains on images: --text and --context do not apply to it")
+        plan = Plan(name, name, {}, settings.batch or 128, IMAGES[name])
+    elif name == "small-transformer":
+        context = settings.context or 64
+        sizes = {**SMALL_TRANSFORMER, "context": context}
+        plan = Plan(name, "char-transformer", sizes, settings.batch or 16, (context,))
     else:
-        name_of_model, sizes = name, {}
         batch, context = _fit_machine(name, settings)
-    _require_memory(name_of_model, sizes, batch, context, settings)
-    model = models.build(name_of_model, context=context, **sizes).to(settings.device)
-    vocabulary = model.get_parameter("embed.weight").shape[0]
+        plan = Plan(name, name, {"context": context}, batch, (context,))
+    plan = _fit_memory(plan, contenders, settings)
+    if settings.text is not None and plan.context is not None:
+        _read_text(settings.text, plan.batch, plan.context)
+    return plan
+
+
+def make_task(plan: Plan, settings: TrainSettings) -> Task:
+    """Build the model and a few batches of images, text or random tokens for it."""
+    torch.manual_seed(0)
+    model = plan.build().to(settings.device)
+    if plan.context is None:
+        batches = _image_batches(plan, settings.device)
+        return Task(plan.name, model, batches, f"batches of {plan.batch} images")
     if settings.text is None:
-        tokens, source = torch.randint(vocabulary, (BATCHES, batch, context + 1)), "random"
+        vocabulary = model.get_parameter("embed.weight").shape[0]
+        tokens = torch.randint(vocabulary, (BATCHES, plan.batch, plan.context + 1))
+        source = "random"
     else:
-        tokens, source = _read_text(settings.text, batch, context), "bytes of text"
+        tokens, source = _read_text(settings.text, plan.batch, plan.context), "bytes of text"
     batches = [
         (chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous())
         for chunk in tokens.to(settings.device)
     ]
-    return Task(name, model, batches, f"{batch} × {context} tokens, {source}")
+    return Task(plan.name, model, batches, f"{plan.batch} × {plan.context} tokens, {source}")
+
+
+def _image_batches(plan: Plan, device: torch.device) -> list[Batch]:
+    shape = (plan.batch, *plan.input_shape)
+    images = [torch.randn(shape, device=device) for _ in range(BATCHES)]
+    labels = [torch.randint(10, (plan.batch,), device=device) for _ in range(BATCHES - 1)]
+    # The two lists run past each other: what has no pattern cannot be learnt by heart, and
+    # gradients do not vanish into slow denormal numbers.
+    rounds = range(BATCHES * (BATCHES - 1))
+    return [(images[i % BATCHES], labels[i % (BATCHES - 1)]) for i in rounds]
 
 
 def _read_text(path: Path, batch: int, context: int) -> Tensor:
@@ -147,27 +172,56 @@ def _matmul_speed(settings: TrainSettings) -> float:
     return 2 * n**3 / summary.busy
 
 
-def _require_memory(
-    name: str, sizes: dict[str, int], batch: int, context: int, settings: TrainSettings
-) -> None:
+def _fit_memory(plan: Plan, contenders: Sequence[Contender], settings: TrainSettings) -> Plan:
+    """The plan with a batch that fits the memory; an error if it was given, or if none does."""
     free = memory_free(settings.device)
-    if free is None:
-        return
-    shapes = models.parameter_shapes(name, context=context, **sizes)
-    parameters = sum(math.prod(shape) for shape in shapes.values())
-    width = shapes["embed.weight"][1]
-    # Parameters, gradients and two states for each of two optimizers; then logits with their
-    # gradient, and some twenty activations of the model's width per block.
-    layers = sum(1 for key in shapes if key.endswith("attn.qkv.weight"))
-    vocabulary = shapes["embed.weight"][0]
-    activations = batch * context * 4 * (3 * vocabulary + 20 * layers * width)
-    needed = 2 * 16 * parameters + activations
-    if needed > free:
-        raise BenchError(
-            f"training {name} on {batch} × {context} tokens needs about {needed / 2**30:.1f} GiB, "
-            f"and {free / 2**30:.1f} GiB are free on {settings.device}: take a smaller model, "
-            "--batch or --context"
-        )
+    fixed, per_sample = _memory_needed(plan, contenders)
+    needed = fixed + plan.batch * per_sample
+    if free is None or needed <= free:
+        return plan
+    fitting = (free - fixed) // per_sample
+    if settings.batch is None and fitting >= 1:
+        return dataclasses.replace(plan, batch=fitting)
+    smaller = "a smaller model" if plan.context is None else "a smaller model or --context"
+    raise BenchError(
+        f"training {plan.name} in batches of {plan.batch:,} with {len(contenders)} optimizers needs "
+        f"about {needed / 2**30:,.1f} GiB, and {free / 2**30:.1f} GiB are free on "
+        f"{settings.device}: take a smaller --batch, {smaller}, or fewer --optimizers"
+    )
+
+
+def _memory_needed(plan: Plan, contenders: Sequence[Contender]) -> tuple[int, int]:
+    """Bytes for the models and their optimizers, and for each sample in a batch.
+
+    What a forward pass keeps for the backward pass is counted on the meta device.
+    """
+    is_text = plan.context is not None
+    with torch.device("meta"):
+        model = plan.build()
+        shape = (1, *plan.input_shape)
+        inputs = torch.zeros(shape, dtype=torch.long) if is_text else torch.zeros(shape)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(inputs)
+        logits.float().log_softmax(-1)
+    held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
+    for p in model.parameters():
+        held.pop(p.untyped_storage()._cdata, None)
+    # The gradient of the logits comes in two steps.
+    activations = sum(held.values()) + 2 * logits.nbytes
+    batches = BATCHES * inputs.nbytes * (2 if is_text else 1)
+    parameters = sum(p.numel() for p in model.parameters())
+    per_parameter = 4 + sum(
+        8 + contender.passes.state_bytes(torch.float32) for contender in contenders
+    )
+    if any(contender.unfused for contender in contenders):
+        per_parameter += 12
+    return parameters * per_parameter, activations + batches
 
 
 @dataclass
@@ -181,6 +235,7 @@ class TrainRow:
     description: str
     dtype: str
     device: str
+    verdict: Verdict
     time: Summary | None = None
     ratio: float | None = None
     update: float | None = None
@@ -197,7 +252,7 @@ class Loop:
     model: nn.Module
     batches: Iterator[Batch]
     optimizer: torch.optim.Optimizer
-    uses_loss: bool
+    step: Callable[[Tensor], object]
     clip: float | None
     clock: Clock
     autocast: bool
@@ -214,11 +269,7 @@ class Loop:
         start = self.clock.mark()
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        step: Callable[..., Any] = self.optimizer.step
-        if self.uses_loss:
-            step(loss=loss)
-        else:
-            step()
+        self.step(loss)
         self.marks.append((start, self.clock.mark()))
         self.losses.append(loss.detach())
 
@@ -228,17 +279,14 @@ class Loop:
 
 def _make_loop(contender: Contender, task: Task, settings: TrainSettings, clock: Clock) -> Loop:
     model = copy.deepcopy(task.model)
-    fused_clip = (
-        settings.clip is not None
-        and contender.truth == "reference"
-        and (contender.name != "ngnmdv1:plain")
-    )
+    fused_clip = settings.clip is not None and is_ngn(contender.name)
     options = {"max_grad_norm": settings.clip} if fused_clip else {}
+    optimizer = contender.build(list(model.parameters()), **options)
     return Loop(
         model,
         itertools.cycle(task.batches),
-        contender.build(list(model.parameters()), **options),
-        contender.uses_loss,
+        optimizer,
+        contender.step_function(optimizer),
         None if fused_clip else settings.clip,
         clock,
         settings.autocast,
@@ -252,18 +300,19 @@ def run_train(
     progress: Callable[[float, str], object] = lambda fraction, text: None,
 ) -> tuple[list[TrainRow], bool]:
     """Train each task with each contender in turns. Returns rows, and False if interrupted."""
+    plans = [plan_task(name, contenders, settings) for name in names]
+    verdicts = {c.name: checked(c, torch.float32, settings.device) for c in contenders}
     rows: list[TrainRow] = []
-    for index, name in enumerate(names):
+    for index, (name, plan) in enumerate(zip(names, plans, strict=True)):
 
         def show(fraction: float, text: str, index: int = index, name: str = name) -> None:
             progress((index + fraction) / len(names), f"{name}: {text}" if text else name)
 
         show(0.0, "building")
         try:
-            task = make_task(name, settings)
-            found, completed = _run_task(
-                task, contenders, settings, settings.seconds / len(names), show
-            )
+            task = make_task(plan, settings)
+            seconds = settings.seconds / len(plans)
+            found, completed = _run_task(task, contenders, verdicts, settings, seconds, show)
         except KeyboardInterrupt:
             return rows, False
         rows += found
@@ -275,6 +324,7 @@ def run_train(
 def _run_task(
     task: Task,
     contenders: Sequence[Contender],
+    verdicts: dict[str, Verdict | str],
     settings: TrainSettings,
     seconds: float,
     progress: Callable[[float, str], object],
@@ -283,7 +333,10 @@ def _run_task(
     rows: dict[str, TrainRow] = {}
     loops: dict[str, Loop] = {}
     lanes: list[Lane] = []
+    if any(contender.compiled for contender in contenders):
+        torch.compiler.reset()
     for contender in contenders:
+        verdict = verdicts[contender.name]
         row = TrainRow(
             task.name,
             contender.name,
@@ -292,8 +345,15 @@ def _run_task(
             task.description,
             "bfloat16 autocast" if settings.autocast else "float32",
             str(settings.device),
+            Verdict(None, verdict) if isinstance(verdict, str) else verdict,
         )
         rows[contender.name] = row
+        if isinstance(verdict, str):
+            row.note = f"cannot run: {verdict}"
+            continue
+        if verdict.ok is False:
+            row.note = f"not timed: {verdict.text}"
+            continue
         try:
             loops[contender.name] = loop = _make_loop(contender, task, settings, clock)
         except Exception as error:  # reported beside the contender
@@ -303,11 +363,13 @@ def _run_task(
     completed = measure(lanes, clock, seconds, progress)
     for lane in lanes:
         row, loop = rows[lane.name], loops[lane.name]
-        row.time = summarise(lane)
+        summary = summarise(lane)
         if lane.failure:
             row.note = f"failed: {lane.failure}"
-        if row.time is not None:
-            row.update = loop.update_seconds()
+        elif summary is None:
+            row.note = INTERRUPTED_NOTE
+        else:
+            row.time, row.update = summary, loop.update_seconds()
             row.first_loss, row.last_loss = loop.losses[0].item(), loop.losses[-1].item()
     baseline = rows.get(BASELINE)
     for row in rows.values():
@@ -326,7 +388,7 @@ COLUMNS = (
     Column("vs AdamW"),
     Column("update's share"),
     Column("loss, first → last"),
-    Column("", right=False),
+    Column("checked", right=False),
 )
 
 
@@ -357,13 +419,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["label"],
         duration(time["median"]),
-        f"{spread(time):.1%}",
+        spread_text(time),
         "–" if row["ratio"] is None else f"{row['ratio']:.3f}×",
         duration(row["update"]),
         "–" if row["update_ratio"] is None else f"{row['update_ratio']:.2f}×",
         f"{row['update'] / time['median']:.1%}",
         f"{row['first_loss']:.3f} → {row['last_loss']:.3f}",
-        row["note"],
+        row["note"] or row["verdict"]["text"],
     ]
 
 

@@ -6,6 +6,8 @@ import importlib
 import json
 import math
 import re
+import reprlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from . import models
+from .environment import first_line
 from .errors import BenchError, unknown_name
 
 Shape = tuple[int, ...]
@@ -24,6 +27,7 @@ HINT = (
     "package.module:function (a model factory of your own), or --shapes file.json."
 )
 MAX_ELEMENTS = 2**40
+MAX_TENSORS = 10**6
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,14 @@ def parse_count(text: str) -> int:
     """An element count as people write it: 4096, 64k, 4M, 1.5B."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbBgG]?)", text)
     if match is None:
-        raise BenchError(f"{text!r} is not a size; write for example 4096, 64k, 4M or 1.5B")
+        shown = reprlib.repr(text)
+        raise BenchError(f"{shown} is not a size; write for example 4096, 64k, 4M or 1.5B")
     scale = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}[match[2].lower()]
-    size = round(float(match[1]) * scale)
-    if not 0 < size <= MAX_ELEMENTS:
-        raise BenchError(f"a size must be between 1 and 2^40 elements, not {text}")
-    return size
+    size = float(match[1]) * scale
+    if not 0.5 < size <= MAX_ELEMENTS:
+        shown = reprlib.repr(text)
+        raise BenchError(f"a size must be between 1 and 2^40 elements, not {shown}")
+    return round(size)
 
 
 def find_workload(name: str) -> Workload:
@@ -79,7 +85,10 @@ def find_workload(name: str) -> Workload:
         tensors, cross, size = name[len("many:") :].partition("x")
         if not cross:
             raise BenchError(f"{name!r} is not a workload; write many:COUNTxSIZE, as many:500x2K")
-        return Workload(name, ((parse_count(size),),) * parse_count(tensors))
+        number = parse_count(tensors)
+        if number > MAX_TENSORS:
+            raise BenchError(f"{name!r} has over {MAX_TENSORS:,} tensors")
+        return Workload(name, ((parse_count(size),),) * number)
     if ":" in name:
         return Workload(name, _factory_shapes(name))
     raise unknown_name("workload", name, NAMED, HINT)
@@ -88,12 +97,18 @@ def find_workload(name: str) -> Workload:
 def _factory_shapes(path: str) -> tuple[Shape, ...]:
     """Shapes of the model that the importable function `package.module:function` returns."""
     module_name, _, attribute = path.partition(":")
+    if "" not in sys.path:  # as it is for a console script
+        sys.path.append("")
     try:
         factory: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             factory = getattr(factory, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise BenchError(f"cannot find the model factory {path!r}: {error}\n{HINT}") from None
+    except (Exception, SystemExit) as error:  # the user's own code can raise anything
+        raise BenchError(
+            f"cannot import {module_name!r}: {type(error).__name__}: {first_line(error)}"
+        ) from None
     if not callable(factory):
         raise BenchError(f"{path!r} is a {type(factory).__name__}, not a function or class")
 
@@ -104,13 +119,17 @@ def _factory_shapes(path: str) -> tuple[Shape, ...]:
         return model
 
     try:
-        shapes = models.shapes_of(build)
+        try:
+            shapes = models.shapes_of(build)
+        except Exception:  # not every model can be built without memory
+            shapes = models.shapes_of(build, "cpu")
     except BenchError:
         raise
-    except Exception as error:  # the user's own code can raise anything
+    except (Exception, SystemExit) as error:
         raise BenchError(
-            f"{path!r} failed when called without arguments: {type(error).__name__}: {error}"
-        ) from error
+            f"{path!r} failed when called without arguments: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from None
     if not shapes:
         raise BenchError(f"the model of {path!r} has no trainable parameters")
     return tuple(shapes.values())
@@ -122,7 +141,7 @@ def read_shapes(path: Path) -> Workload:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BenchError(f"cannot read the shapes file {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BenchError(f"the shapes file {path} is not JSON: {error}") from None
     wanted = "write a list of shapes, as [[512, 512], [512]], or an object from names to shapes"
     entries = list(data.values()) if isinstance(data, dict) else data
@@ -132,10 +151,11 @@ def read_shapes(path: Path) -> Workload:
     for index, entry in enumerate(entries):
         sizes = entry if isinstance(entry, list) else [entry]
         if not all(type(size) is int and size >= 0 for size in sizes):
-            raise BenchError(f"entry {index} of {path} is {entry!r}, not a shape: {wanted}")
+            shown = reprlib.repr(entry)
+            raise BenchError(f"entry {index} of {path} is {shown}, not a shape: {wanted}")
         if math.prod(sizes) > MAX_ELEMENTS:
-            raise BenchError(f"entry {index} of {path} has over 2^40 elements: {entry!r}")
+            raise BenchError(f"entry {index} of {path} has over 2^40 elements")
         shapes.append(tuple(sizes))
     if not any(math.prod(shape) for shape in shapes):
         raise BenchError(f"the shapes file {path} holds only empty tensors")
-    return Workload(path.stem, tuple(shapes))
+    return Workload(f"shapes:{path.stem}", tuple(shapes))

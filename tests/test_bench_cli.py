@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import runpy
 import sys
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import TINY, failure, replace_contender, rows_by_name, run, run_step
-from ngn_bench import contenders, measure, readme, step
+from ngn_bench import contenders, environment, measure, readme, roofline, step, workloads
 from ngn_bench.contenders import CONTENDERS
+from ngn_bench.errors import BenchError
 
 CHOSEN = "ngnmdv1:reference,adamw"
 
@@ -30,6 +33,8 @@ def test_step_measures_and_records(tmp_path: Path, capsys: pytest.CaptureFixture
     assert environment["threads"] == torch.get_num_threads()
     assert set(environment["backends"]) == {"cpu", "triton", "reference"}
     rows = rows_by_name(record)
+    memory = record["memory_bandwidth"]
+    assert set(memory) == {"copy", "update"}
     assert set(rows) == {
         "ngnmdv1:reference",
         "adamw:fused",
@@ -43,9 +48,7 @@ def test_step_measures_and_records(tmp_path: Path, capsys: pytest.CaptureFixture
         assert time["samples"] >= measure.SLOW_VISITS
         assert row["ratio"] == pytest.approx(time["median"] / rows["adamw:fused"]["time"]["median"])
         assert row["bandwidth"] == pytest.approx(row["bytes_floor"] * 15 / time["median"])
-        assert row["share"] == pytest.approx(
-            row["bandwidth"] / record["memory_bandwidth"]["many:3x5"]
-        )
+        assert row["share"] == pytest.approx(row["bandwidth"] / max(memory.values()))
     assert rows["adamw:fused"]["state_bytes"] >= 2 * 4 * 15
     assert rows["adamw:foreach"]["extra_bytes"] >= 4 * 15
     assert rows["adamw:foreach"]["bytes_code"] > rows["adamw:fused"]["bytes_code"] == 28
@@ -64,6 +67,83 @@ def test_step_in_other_dtypes(tmp_path: Path, dtype: str) -> None:
     state = 8 if dtype == "float64" else 4
     param = {"float64": 8}.get(dtype, 2)
     assert row["bytes_floor"] == 4 * param + 2 * state
+    assert rows_by_name(record)["adamw:fused"]["bytes_floor"] == 7 * param
+
+
+def test_half_precision_is_timed_on_finite_parameters(tmp_path: Path) -> None:
+    names = "ngnmdv1,ngnmdv2,ngnmdv1:plain,adamw,momo-all"
+    rows = run_step(tmp_path, "--contenders", names, "--dtype", "float16")["rows"]
+    assert len(rows) == 8
+    assert [row["label"] for row in rows if row["time"] is None or row["note"]] == []
+
+
+class Spoiling(torch.optim.SGD):
+    """From its second step on a workload on, leaves what no optimizer should."""
+
+    rubbish = math.inf
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        Spoiling.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                with torch.no_grad():
+                    p.fill_(self.rubbish if Spoiling.steps > 1 else 0.0)
+
+
+def test_a_contender_that_spoils_the_parameters_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spoiling, "steps", 0)
+    replace_contender(monkeypatch, "adamw:foreach", build=Spoiling, build_truth=None)
+    rows = rows_by_name(run_step(tmp_path, "--contenders", "adamw:foreach,adamw:for-loop"))
+    assert rows["adamw:foreach"]["time"] is None
+    assert "leaves non-finite parameters in float32" in rows["adamw:foreach"]["note"]
+    assert rows["adamw:for-loop"]["time"] is not None
+
+
+def test_no_time_is_shown_once_parameters_are_spoilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spoiling, "steps", -8)
+    replace_contender(monkeypatch, "adamw:foreach", build=Spoiling, build_truth=None)
+    for row in run_step(tmp_path, "--contenders", "adamw:foreach")["rows"]:
+        assert row["time"] is None
+        assert row["note"] == "not shown: parameters became non-finite while steps were timed"
+
+
+def test_skipped_steps_are_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Skipping(torch.optim.SGD):
+        skipped_steps = torch.tensor(3)
+
+    replace_contender(monkeypatch, "sgd:fused", build=Skipping, build_truth=None)
+    rows = rows_by_name(run_step(tmp_path, "--contenders", "sgd:fused"))
+    assert rows["sgd:fused"]["time"] is None
+    assert rows["sgd:fused"]["note"] == "not shown: 3 of its steps were skipped"
+    assert rows["adamw:fused"]["time"] is not None
+
+
+def test_gradients_move_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            params = self.param_groups[0]["params"]
+            if len(params) == 4:
+                seen.append([p.grad.data_ptr() for p in params])
+            return super().step(closure)
+
+    replace_contender(monkeypatch, "sgd:fused", build=Watching, build_truth=None)
+    shapes = tmp_path / "mine.json"
+    shapes.write_text("[[3], [5], [3], [3]]")
+    path = tmp_path / "out.json"
+    command = ["step", "--shapes", str(shapes), "--contenders", "sgd:fused", "--json", str(path)]
+    assert run([*command, "--seconds", "0.05", "--device", "cpu"]) == 0
+    assert len({tuple(sorted(pointers)) for pointers in seen}) == 1
+    pairs = [list(zip(*steps, strict=True)) for steps in itertools.pairwise(seen)]
+    moved = [[before != after for before, after in pair] for pair in pairs]
+    # Between two visits of a lane, others may have turned the circle round to where it was.
+    assert moved.count([True, False, True, True]) > len(moved) / 2
 
 
 def test_step_with_cold_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +164,61 @@ def test_step_on_shapes_and_on_a_model_factory(tmp_path: Path) -> None:
     rows = json.loads(path.read_text())["rows"]
     assert [(row["workload"], row["tensors"], row["parameters"]) for row in rows] == [
         ("ngn_bench.models:MLP", 6, 89610),
-        ("mine", 3, 17),
+        ("shapes:mine", 3, 17),
     ]
+
+
+def test_rows_of_a_file_and_of_a_model_stay_apart(tmp_path: Path) -> None:
+    shapes = tmp_path / "resnet20.json"
+    shapes.write_text("[[3]]")
+    path = tmp_path / "step.json"
+    command = ["step", "--shapes", str(shapes), "--workload", "resnet20,resnet20"]
+    command += ["--contenders", "adamw:fused", "--seconds", "0.05", "--json", str(path)]
+    assert run([*command, "--device", "cpu"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["workload"] for row in rows] == ["resnet20", "shapes:resnet20"]
+
+
+def test_a_factory_in_the_current_directory_that_needs_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model_of_mine.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    layer = torch.nn.Linear(3, 2)\n"
+        "    assert layer.weight.detach().sum().item() < 100.0\n"
+        "    return layer\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    workload = workloads.find_workload("model_of_mine:build")
+    assert workload.shapes == ((2, 3), (2,))
+
+
+@pytest.mark.parametrize("options", [["--contenders", "ngnm"], ["--preset", "cpu-table"], []])
+def test_compiled_adds_the_compiled_form(
+    monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    planned = []
+
+    def stop(plan: list[Any], *_: Any) -> None:
+        planned.extend(plan)
+        raise BenchError("enough")
+
+    monkeypatch.setattr(step, "run_step", stop)
+    for compiled in ([], ["--compiled"]):
+        planned.clear()
+        assert run(["step", *options, *compiled, "--device", "cpu"]) == 2
+        for _, chosen in planned:
+            assert any(contender.compiled for contender in chosen) is bool(compiled)
+
+
+def test_each_workload_is_compiled_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    monkeypatch.setattr(torch, "compile", lambda step: step)
+    run_step(tmp_path, "--workload", "one:8,one:16", "--contenders", "adamw:compiled")
+    assert len(resets) == 2
 
 
 def test_default_contenders_are_all_measured_or_explained(
@@ -159,12 +292,14 @@ def test_a_wrong_answer_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replace_contender(monkeypatch, "sgd:fused", build=Broken)
-    record = run_step(tmp_path, "--contenders", "sgd:fused")
+    record = run_step(tmp_path, "--contenders", "sgd:fused", status=1)
     row = rows_by_name(record)["sgd:fused"]
     assert row["time"] is None
     assert row["ratio"] is None
     assert "not timed: differs from for-loop in float64" in row["note"]
-    assert row["note"] in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert row["note"] in captured.out
+    assert captured.err == "ngn-bench: wrong answers from SGD momentum · fused\n"
 
 
 def test_a_contender_that_cannot_run_is_listed(
@@ -256,10 +391,28 @@ def test_unknown_names_suggest_the_nearest(capsys: pytest.CaptureFixture[str]) -
         ("collections:OrderedDict", "not a torch.nn.Module"),
         ("ngn_bench.models:build", "failed when called without arguments"),
         ("torch.nn:ReLU", "no trainable parameters"),
+        ("many:1000Bx1", "over 1,000,000 tensors"),
+        ("one:" + "9" * 400, "between 1 and"),
+        ("one:" + "x" * 400, "not a size"),
+        ("unfinished:fn", "cannot import 'unfinished': SyntaxError"),
+        ("raising:fn", "cannot import 'raising': RuntimeError: on import"),
+        ("leaving:fn", "cannot import 'leaving': SystemExit"),
     ],
 )
-def test_bad_workloads(capsys: pytest.CaptureFixture[str], workload: str, message: str) -> None:
-    assert message in failure(capsys, "step", "--workload", workload)
+def test_bad_workloads(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workload: str,
+    message: str,
+) -> None:
+    (tmp_path / "unfinished.py").write_text("def fn(:")
+    (tmp_path / "raising.py").write_text("raise RuntimeError('on import')")
+    (tmp_path / "leaving.py").write_text("import sys; sys.exit()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shown = failure(capsys, "step", "--workload", workload)
+    assert message in shown
+    assert max(map(len, shown.splitlines())) < 300
 
 
 @pytest.mark.parametrize(
@@ -274,7 +427,12 @@ def test_bad_workloads(capsys: pytest.CaptureFixture[str], workload: str, messag
         ('["a"]', "entry 0"),
         ("[[0]]", "only empty tensors"),
         ("[[1099511627776, 2]]", "over 2^40"),
+        (f"[[{'9' * 5000}]]", "is not JSON"),
+        (f"[[{'9' * 4000}]]", "over 2^40"),
+        (f"{'[' * 100_000}{']' * 100_000}", "is not JSON"),
+        (f"{'[' * 500}{']' * 500}", "entry 0"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_bad_shapes_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
@@ -299,9 +457,45 @@ def test_other_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         capsys, "train", "--model", "small-transformer", "--text", str(short)
     )
     with pytest.raises(SystemExit, match="2"):
+        run(["info", "--threads", "99999999999"])
+    with pytest.raises(SystemExit, match="2"):
         run(["step", "--seconds", "-1"])
     with pytest.raises(SystemExit, match="2"):
         run(["step", "--threads", "two"])
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("command", [["step", *TINY], ["roofline"], ["train", "--model", "mlp"]])
+def test_outputs_are_tried_before_measuring(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    option: str,
+) -> None:
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("something was measured"))
+    monkeypatch.setattr("ngn_bench.environment.describe", lambda *_: pytest.fail("too late"))
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    assert "it is a directory" in failure(capsys, *command, option, str(folder))
+    (tmp_path / "file").write_text("")
+    below = str(tmp_path / "file" / "result.png")
+    assert f"cannot write {below}" in failure(capsys, *command, option, below)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    good = str(tmp_path / "result.png")
+    assert "plots need matplotlib" in failure(capsys, *command, "--plot", good)
+    assert not (tmp_path / "result.png.part").exists()
+
+
+def test_the_chosen_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(environment, "select_device", torch.device)
+    monkeypatch.setattr(environment, "describe", lambda device: pytest.fail("not reached"))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cuda:1", "cuda", "cpu:0"):
+        assert run(["info", "--device", device, "--json", "."]) == 2
+    assert chosen == [torch.device("cuda:1")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -332,12 +526,31 @@ def test_roofline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [point["bytes"] for point in record["sweep"]] == [32000, 64000, 128000]
     largest = record["sweep"][-1]
     floors = {floor["rule"]: floor for floor in record["floors"]}
-    best = max(largest[kernel] for kernel in ("read", "copy", "triad", "update"))
+    best = max(largest["copy"], largest["update"])
     assert floors["NGN-MDv1"]["reduce"] == pytest.approx(8 / best)
     assert floors["NGN-MDv1"]["apply"] == pytest.approx(28 / best)
     assert floors["NGN-MDv2"] == {**floors["AdamW"], "rule": "NGN-MDv2"}
     assert picture.stat().st_size > 10_000
     assert "Shortest step" in capsys.readouterr().out
+
+
+def test_an_interrupted_roofline_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes = roofline.bandwidth_lanes
+
+    def interrupt(elements: int, *rest: Any) -> Any:
+        if elements < 16_000:
+            raise KeyboardInterrupt
+        return lanes(elements, *rest)
+
+    monkeypatch.setattr(roofline, "bandwidth_lanes", interrupt)
+    path = tmp_path / "roofline.json"
+    command = ["roofline", "--largest", "32k", "--seconds", "0.2", "--json", str(path)]
+    assert run([*command, "--device", "cpu"]) == 130
+    record = json.loads(path.read_text())
+    assert [point["bytes"] for point in record["sweep"]] == [64000, 128000]
+    assert record["floors"]
 
 
 def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,49 @@ def test_compare_widens_the_band_with_the_spread(tmp_path: Path, result: dict[st
     assert run(["compare", old, write(tmp_path / "new.json", noisy)]) == 0
 
 
+def test_compare_adds_the_spread_of_adamw_to_a_ratio(
+    tmp_path: Path, result: dict[str, Any]
+) -> None:
+    slower = slowed(result, 1.3)
+    slower["rows"][0]["time"].update(low=0.7, high=1.3)
+    command = ["compare", write(tmp_path / "old.json", result), write(tmp_path / "n.json", slower)]
+    assert run(command) == 1
+    assert run([*command, "--metric", "ratio"]) == 0
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_is_no_longer_timed_is_a_regression(
+    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str], refused: bool
+) -> None:
+    broken = json.loads(json.dumps(result))
+    if refused:
+        broken["not_run"]["many:3x5"] = {broken["rows"].pop()["label"]: "out of luck"}
+    else:
+        broken["rows"][1].update(time=None, ratio=None, note="out of luck")
+    old, new = write(tmp_path / "old.json", result), write(tmp_path / "new.json", broken)
+    assert run(["compare", old, new]) == 1
+    assert "no longer timed: many:3x5 · adamw:for-loop" in (output := capsys.readouterr().out)
+    assert "out of luck" in output
+    assert run(["compare", new, old]) == 0
+    broken["rows"][-1].update(time=None, note="not measured: interrupted")
+    broken["not_run"] = {}
+    if not refused:
+        assert run(["compare", old, write(tmp_path / "new.json", broken)]) == 0
+
+
+def test_training_on_other_batches_is_another_row(
+    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for batch in (4, 8):
+        record = json.loads(json.dumps({**result, "kind": "train"}))
+        for row in record["rows"]:
+            row["description"] = f"batches of {batch} images"
+        files.append(write(tmp_path / f"{batch}.json", record))
+    assert run(["compare", files[0], files[0]]) == 0
+    assert "share no workload" in failure(capsys, "compare", *files)
+
+
 def test_compare_lists_what_does_not_match(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +141,11 @@ def test_compare_bad_files(
     assert "share no workload" in failure(capsys, "compare", good, apart)
     damaged = write(tmp_path / "damaged.json", {**result, "rows": [{"workload": "x"}]})
     assert "damaged" in failure(capsys, "compare", good, damaged)
+    for missing in ("environment", "packages", "label"):
+        holed = json.loads(json.dumps(result))
+        for holder in (holed, holed["environment"], holed["rows"][0]):
+            holder.pop(missing, None)
+        assert "damaged" in failure(capsys, "compare", good, write(tmp_path / "holed.json", holed))
 
 
 def test_readme_is_generated_and_checked(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from bench_runs import CPU
-from ngn_bench import check, contenders, measure, traffic
+from ngn_bench import check, environment, measure, report, step, step_tables, traffic
 from ngn_bench.contenders import CONTENDERS
 from ngn_bench.measure import Lane, Timing
 
@@ -85,9 +91,32 @@ def test_traffic_floors_are_the_documented_words() -> None:
         "Dec-NGN-MDv1": 9,
         "NGN-MDv1W": 10,
         "AdamW": 7,
+        "SGDM": 5,
+        "Momo": 7,
+        "Momo-Adam": 10,
     }
-    for rule, number in words.items():
-        assert traffic.PASSES[rule].floor_bytes(torch.float32) == 4 * number
+    for rule, passes in traffic.PASSES.items():
+        assert passes.floor_bytes(torch.float32) == 4 * words[rule]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", [name for name in CONTENDERS if CONTENDERS[name].unfused])
+def test_state_is_as_large_as_the_model_of_it(name: str, dtype: torch.dtype) -> None:
+    if name.startswith("momo"):
+        pytest.importorskip("momo")
+    contender = CONTENDERS[name]
+    param = torch.ones(1000, dtype=dtype, requires_grad=True)
+    param.grad = torch.ones_like(param)
+    optimizer = contender.build([param])
+    contender.step_function(optimizer)(torch.ones(()))
+    held = [v for v in optimizer.state[param].values() if getattr(v, "shape", None) == param.shape]
+    assert sum(value.nbytes for value in held) == 1000 * contender.passes.state_bytes(dtype)
+
+
+def test_half_precision_floors() -> None:
+    assert CONTENDERS["adamw:fused"].passes.floor_bytes(torch.bfloat16) == 14
+    assert CONTENDERS["ngnmdv1:plain"].passes.floor_bytes(torch.bfloat16) == 18
+    assert CONTENDERS["ngnmdv1:cpu"].passes.floor_bytes(torch.bfloat16) == 8 + 20
 
 
 def test_traffic_of_operators() -> None:
@@ -110,7 +139,169 @@ def test_check_accepts_and_rejects(name: str, dtype: torch.dtype) -> None:
     assert check.check(slower, dtype, CPU).ok is False
 
 
-def test_fastest_backend_follows_the_status() -> None:
-    assert contenders.fastest_backend({"triton": "ok", "cpu": "ok"}) == "triton"
-    assert contenders.fastest_backend({"triton": "no GPU", "cpu": "ok"}) == "cpu"
-    assert contenders.fastest_backend({"triton": "no", "cpu": "no"}) == "reference"
+@pytest.mark.parametrize("size", [1000, 39_000])
+def test_check_sees_an_error_anywhere(size: int) -> None:
+    """Also beyond the first chunk of an engine that walks large tensors in chunks."""
+
+    class Stopping(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            params = self.param_groups[0]["params"]
+            before = [p.detach().clone() for p in params]
+            result = super().step(closure)
+            for p, old in zip(params, before, strict=True):
+                if p.numel() > size:
+                    p.detach().view(-1)[size] = old.view(-1)[size]
+            return result
+
+    contender = dataclasses.replace(
+        CONTENDERS["sgd:fused"], build=lambda params, lr: Stopping(params, lr=lr, momentum=0.9)
+    )
+    assert check.check(contender, torch.float32, CPU).ok is False
+
+
+def test_a_trusted_form_is_compared_with_itself() -> None:
+    for name in ("ngn:reference", "adamw:for-loop"):
+        assert check.check(CONTENDERS[name], torch.float32, CPU).text == "= itself in float64"
+    assert (
+        check.check(CONTENDERS["adamw:fused"], torch.float32, CPU).text == "= for-loop in float64"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_fastest_backend_is_the_automatic_one(dtype: torch.dtype) -> None:
+    status = environment.backend_status(CPU)
+    best = "cpu" if status["cpu"] == "ok" else "reference"
+    assert environment.fastest_backend(CPU, dtype) == best
+    assert environment.fastest_backend(torch.device("cuda"), dtype) in ("triton", "reference")
+
+
+def test_free_memory_counts_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 200\nactive_file 300\ninactive_file 350\n")
+    assert environment.memory_free(CPU) == 750
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (environment.memory_free(CPU) or 0) > 750
+
+
+def test_the_revision_is_that_of_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    module = tmp_path / "environment.py"
+    module.write_text("")
+    monkeypatch.setattr(environment, "__file__", str(module))
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert environment.git_revision() is None
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    revision = environment.git_revision()
+    assert revision is not None
+    assert re.fullmatch("[0-9a-f]{12}", revision)
+    module.write_text("changed")
+    assert environment.git_revision() == f"{revision}-dirty"
+
+
+def test_quartiles_stay_inside_few_samples() -> None:
+    lane = Lane("a", lambda: None, timings=[Timing(1.0, 0.5), Timing(2.0, 0.7)])
+    summary = measure.summarise(lane)
+    assert summary is not None
+    assert (summary.low, summary.median, summary.high) == (1.25, 1.5, 1.75)
+    assert summary.busy_low == pytest.approx(0.55)
+    assert measure.paired_ratio(summary, summary) is None
+
+
+class FakeEvent:
+    """A CUDA event on a clock that ticks when the device works."""
+
+    now = 0.0
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.log.append("event")
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.at - self.at) * 1e3
+
+
+def test_cuda_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEvent, "log", [])
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: FakeEvent.log.append("wait"))
+
+    def work() -> None:
+        FakeEvent.log.append("work")
+        FakeEvent.now += 0.25
+
+    clock = measure.CudaClock(CPU, cache_bytes=64)
+    timing = clock.time(work)
+    # The device is idle before, and done with the work after the wall time is taken.
+    assert FakeEvent.log == ["wait", "event", "work", "event", "wait"]
+    assert timing.device == pytest.approx(0.25)
+    assert timing.wall < 0.25
+    start = clock.mark()
+    work()
+    assert clock.elapsed(start, clock.mark()) == pytest.approx(0.25)
+    clock._buffer.fill_(1)
+    clock.flush()
+    assert not clock._buffer.any()
+
+
+def step_record(**time: Any) -> dict[str, Any]:
+    lane = Lane("a", lambda: None, timings=[Timing(0.002, 0.001)] * 2)
+    row = step.Row(
+        "one:8",
+        "adamw:fused",
+        "AdamW · fused",
+        8,
+        1,
+        "float32",
+        "cuda",
+        check.Verdict(True, "= for-loop in float64"),
+        28,
+        28,
+        time=measure.summarise(lane),
+        ratio=1.0,
+    )
+    result = step.StepResult([row], {"copy": 1e9, "update": 2e9})
+    return report.as_plain({**result.as_json(), "left_out": {}})
+
+
+def test_device_time_has_a_column() -> None:
+    (table,) = step_tables.step_tables(step_record())
+    headings = [column.heading for column in table.columns]
+    cells = dict(zip(headings, table.rows[0], strict=True))
+    assert (cells["time/step"], cells["on device"]) == ("2.00 ms", "1.00 ms")
+    assert cells["±"] == "0.0% (n=2)"
+    assert cells["GB/s"] == "0.0"
+    assert "Memory bandwidth 2.0 GB/s" in table.caption
+    assert "copy 1.0, update 2.0" in table.caption
+
+
+def test_rich_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    (table,) = step_tables.step_tables(step_record())
+    stream = Terminal()
+    report.print_table(table, stream)
+    shown = stream.getvalue()
+    assert "\x1b[1;36m" in shown  # the baseline stands out
+    assert "AdamW · fused" in shown
+    assert "\x1b" not in report.plain_table(table)
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with report.progress_bar("measuring") as progress:
+        progress(0.5, "AdamW")
+    assert "measuring" in sys.stderr.getvalue()  # type: ignore[attr-defined]

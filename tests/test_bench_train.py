@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bench_runs import CPU, run
+import torch
+from bench_runs import CPU, failure, replace_contender, rows_by_name, run
+from ngn_bench.contenders import CONTENDERS
 
 
 @pytest.mark.parametrize("clip", [None, "1.0"])
@@ -30,6 +34,109 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], clip: str | N
     output = capsys.readouterr().out
     assert "2 × 8 tokens, bytes of text" in output
     assert "time/update" in output
+
+
+def train(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, dict[str, Any]]:
+    """Rows of a run on a small MLP, by contender."""
+    path = tmp_path / "train.json"
+    command = ["train", "--model", "mlp", "--batch", "4", "--seconds", "0.1", "--device", "cpu"]
+    assert run([*command, *arguments, "--json", str(path)]) == status
+    return rows_by_name(json.loads(path.read_text()))
+
+
+def test_train_compiles_what_is_called_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+
+    def compile_(step: Callable[..., Any]) -> Callable[..., Any]:
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            steps.append(1)
+            return step(*args, **kwargs)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    rows = train(tmp_path, "--optimizers", "adamw:compiled")
+    assert len(steps) > rows["adamw:compiled"]["time"]["samples"]
+
+
+def test_train_shows_no_time_of_a_wrong_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fused = CONTENDERS["sgd:fused"].build
+    replace_contender(
+        monkeypatch, "sgd:fused", build=lambda params, lr=0.1: fused(params, lr=0.9 * lr)
+    )
+    rows = train(tmp_path, "--optimizers", "sgd:fused", status=1)
+    assert rows["sgd:fused"]["time"] is None
+    assert "not timed: differs from for-loop" in rows["sgd:fused"]["note"]
+    assert rows["adamw:fused"]["verdict"]["ok"] is True
+    captured = capsys.readouterr()
+    assert rows["sgd:fused"]["note"] in captured.out
+    assert "wrong answers from SGD momentum" in captured.err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt()])
+def test_a_loop_that_stops_in_its_first_block_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    from ngn_bench import train as module
+
+    iterate, calls = module.Loop.iterate, []
+
+    def fail(loop: Any) -> None:
+        if "momentum" in loop.optimizer.defaults:
+            calls.append(1)
+            if len(calls) == 8:
+                raise error
+        iterate(loop)
+
+    monkeypatch.setattr(module.Loop, "iterate", fail)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    rows = train(tmp_path, "--optimizers", "sgd:fused", status=130 if interrupted else 0)
+    assert rows["adamw:fused"]["time"] is not None
+    assert rows["sgd:fused"]["ratio"] is None
+    if not interrupted:
+        assert "out of luck" in rows["sgd:fused"]["note"]
+
+
+def test_all_tasks_are_looked_at_before_the_first_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ngn_bench.train.make_task", lambda *_: pytest.fail("too early"))
+    assert "Did you mean 'resnet20'?" in failure(capsys, "train", "--model", "mlp,resnet21")
+    missing = str(tmp_path / "none.txt")
+    arguments = ["train", "--model", "small-transformer", "--text", missing]
+    assert "cannot read the text" in failure(capsys, *arguments)
+    message = failure(capsys, "train", "--model", "mlp", "--batch", "1000000000000")
+    assert "in batches of 1,000,000,000,000 with 2 optimizers" in message
+    arguments = ["train", "--model", "small-transformer", "--context", "16000000"]
+    assert "--context" in failure(capsys, *arguments)
+
+
+def test_training_memory_counts_optimizers_and_activations() -> None:
+    from ngn_bench import train as module
+
+    settings = module.TrainSettings(CPU, 1.0)
+    both = [CONTENDERS["adamw:fused"], CONTENDERS["sgd:fused"]]
+    plan = module.plan_task("mlp", both, settings)
+    fixed, per_sample = module._memory_needed(plan, both)
+    assert fixed == 89_610 * (4 + 16 + 12)
+    pixels, hidden, logits = 784, 2 * 100, 10
+    assert per_sample == pytest.approx(4 * (64 * pixels + pixels + hidden + 3 * logits), rel=0.02)
+    plan = module.plan_task("resnet20", both, settings)
+    assert module._memory_needed(plan, both)[1] > 1e6
+
+
+def test_a_batch_that_was_left_open_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ngn_bench import train as module
+
+    adamw = [CONTENDERS["adamw:fused"]]
+    settings = module.TrainSettings(CPU, 1.0)
+    fixed, per_sample = module._memory_needed(module.plan_task("mlp", adamw, settings), adamw)
+    monkeypatch.setattr(module, "memory_free", lambda device: fixed + 10 * per_sample + 1)
+    assert module.plan_task("mlp", adamw, settings).batch == 10
 
 
 def test_train_on_images(tmp_path: Path) -> None:

@@ -73,10 +73,10 @@ def build(name: str, **sizes: Any) -> nn.Module:
     return MODELS[name](**sizes)
 
 
-def shapes_of(factory: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Parameter names and shapes of what `factory` builds, on the meta device: nothing is
+def shapes_of(factory: Callable[[], nn.Module], device: str = "meta") -> dict[str, tuple[int, ...]]:
+    """Parameter names and shapes of what `factory` builds; on the meta device nothing is
     allocated. Tied parameters appear once, frozen ones not at all."""
-    with torch.device("meta"):
+    with torch.device(device):
         model = factory()
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
