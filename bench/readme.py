@@ -18,32 +18,74 @@ from . import plots, report
 from .contenders import BASELINE
 from .environment import machine_line
 from .errors import BenchError
-from .report import Column, Table, duration, markdown_table, rows_of, size, workload_names
-from .step_tables import headline_rows, workload_title
+from .report import (
+    Column,
+    Table,
+    duration,
+    markdown_table,
+    rows_of,
+    size,
+    spread_text,
+    workload_names,
+)
+from .step_tables import headline_rows, memory_line, workload_title
 
 START = "<!-- bench:start -->"
 END = "<!-- bench:end -->"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def benchmark_section(record: dict[str, Any], picture: str) -> str:
-    """The Markdown between the markers."""
+READING = (
+    "±: half the distance between the quartiles, with the number n of samples where that is below "
+    "5. Bandwidths count the bytes that a rule must move; a share over 100 % means that much of "
+    "the model stayed in a cache, which is faster than the memory."
+)
+
+
+def benchmark_section(
+    record: dict[str, Any], picture: str, loops: dict[str, Any] | None = None
+) -> str:
+    """The Markdown between the markers: a step's time, and if measured a training loop's."""
     parts = [f"![Time of one optimizer step against fused AdamW]({picture})\n"]
     for workload in workload_names(record):
         rows = rows_of(record, workload)
-        speed = record["memory_bandwidth"].get(workload)
-        measured = f"; memory bandwidth {speed / 1e9:.1f} GB/s" if speed else ""
-        parts.append(f"**{workload_title(rows[0])}, {rows[0]['dtype']}**{measured}\n")
+        parts.append(f"**{workload_title(rows[0])}, {rows[0]['dtype']}**\n")
         parts.append(markdown_table(_table(rows)))
-    command = shlex.join(record["command"])
-    parts.append(f"{machine_line(record['environment'])}. Measured with `{command}`.\n")
+    parts.append(f"{READING} {memory_line(record)}".strip() + "\n")
+    parts.append(f"{_measured(record)}\n")
+    if loops is not None:
+        parts.append(f"{loops_sentence(loops)}\n")
     return "\n".join(parts)
+
+
+def _measured(record: dict[str, Any]) -> str:
+    """Where and how a record was made."""
+    revision = record["environment"].get("revision")
+    at = f" at revision {revision}" if revision else ""
+    command = shlex.join(record["command"])
+    return f"{machine_line(record['environment'])}. Measured with `{command}`{at}."
+
+
+def loops_sentence(record: dict[str, Any]) -> str:
+    """How long a training iteration takes with each optimizer, relative to fused AdamW."""
+    parts = [
+        f"{row['ratio']:.2f} ({row['workload']}, {row['label']})"
+        for row in record["rows"]
+        if row["ratio"] is not None and row["contender"] != BASELINE
+    ]
+    if not parts:
+        raise BenchError("the record of training loops holds no ratio to fused AdamW")
+    return (
+        "A whole training iteration, relative to the same one with fused AdamW, took "
+        f"{', '.join(parts)}. {_measured(record)}"
+    )
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
     columns = [
         Column("optimizer", right=False),
         Column("time per step"),
+        Column("±"),
         Column("vs fused AdamW"),
         Column("GB/s"),
         Column("of memory bandwidth"),
@@ -57,6 +99,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         line = [
             row["label"],
             duration(row["time"]["median"]),
+            spread_text(row["time"]),
             f"{row['ratio']:.2f}×",
             f"{row['bandwidth'] / 1e9:.1f}",
             "–" if row["share"] is None else f"{row['share']:.0%}",
@@ -101,6 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ngn_bench.readme", description=__doc__)
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--json", type=Path, default=Path("bench/results/reference.json"))
+    parser.add_argument(
+        "--loops",
+        type=Path,
+        default=Path("bench/results/loops.json"),
+        help="the JSON of `ngn-bench train --preset loops`; may be absent",
+    )
     parser.add_argument("--picture", type=Path, default=Path("docs/images/step.png"))
     parser.add_argument(
         "--check", action="store_true", help="change nothing, exit 1 if out of date"
@@ -115,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     record = report.read_json(args.json, "step")
+    loops = report.read_json(args.loops, "train") if args.loops.exists() else None
     try:
         text = args.readme.read_text(encoding="utf-8")
     except OSError as error:
@@ -123,15 +173,15 @@ def _run(args: argparse.Namespace) -> int:
         picture = args.picture.relative_to(args.readme.parent).as_posix()
     except ValueError:
         raise BenchError(f"{args.picture} must lie below {args.readme}'s folder") from None
-    wanted = replace_section(text, benchmark_section(record, picture))
+    wanted = replace_section(text, benchmark_section(record, picture, loops))
     if args.check:
         stale = []
         if wanted != text:
-            stale.append(str(args.readme))
+            stale.append(f"{args.readme} does not match {args.json} and {args.loops}")
         if picture_source(args.picture) != plots.record_digest(record):
-            stale.append(str(args.picture))
-        for path in stale:
-            print(f"{path} does not match {args.json}: run python -m ngn_bench.readme")
+            stale.append(f"{args.picture} does not match {args.json}")
+        for line in stale:
+            print(f"{line}: run python -m ngn_bench.readme")
         return 1 if stale else 0
     args.readme.write_text(wanted, encoding="utf-8")
     plots.plot_step(record, args.picture)

@@ -21,8 +21,11 @@ def result(measured: dict[str, Any]) -> dict[str, Any]:
     """A result with one workload and exactly known times."""
     record: dict[str, Any] = json.loads(json.dumps(measured))
     for row, median in zip(record["rows"], (1.0, 2.0), strict=True):
-        row["time"].update(median=median, low=0.99 * median, high=1.01 * median)
+        row["time"].update(median=median, low=0.99 * median, high=1.01 * median, samples=9)
         row["ratio"] = median
+    record["rows"][0]["time"]["samples"] = 2
+    record["memory_bandwidth"] = {"copy": 1e9, "update": 2e9}
+    record["environment"]["revision"] = "0123abc"
     return record
 
 
@@ -154,19 +157,38 @@ def test_readme_is_generated_and_checked(
     text, source = tmp_path / "README.md", write(tmp_path / "reference.json", result)
     text.write_text(f"# Title\n\n{readme.START}\nold\n{readme.END}\n\nafter\n")
     picture = tmp_path / "images" / "step.png"
+    loops = tmp_path / "loops.json"
     command = ["--readme", str(text), "--json", source, "--picture", str(picture)]
+    command += ["--loops", str(loops)]
     assert readme.main([*command, "--check"]) == 1
     assert "old" in text.read_text()
     assert readme.main(command) == 0
     written = text.read_text()
     assert written.startswith("# Title\n")
     assert written.endswith("\n\nafter\n")
-    assert "| AdamW · for-loop | 2.00 s | 2.00× |" in written
-    assert "| **AdamW · fused** | **1.00 s** | **1.00×** |" in written
+    assert "| AdamW · for-loop | 2.00 s | 1.0% | 2.00× |" in written
+    assert "| **AdamW · fused** | **1.00 s** | **1.0% (n=2)** | **1.00×** |" in written
+    assert "over 100 % means" in written
+    assert "Memory bandwidth 2.0 GB/s" in written
+    assert "at revision 0123abc" in written
+    assert "training iteration" not in written
     assert "![Time of one optimizer step against fused AdamW](images/step.png)" in written
     assert readme.main([*command, "--check"]) == 0
     assert readme.main(command) == 0
     assert text.read_text() == written
+
+    training = {**result, "kind": "train", "command": ["ngn-bench", "train", "--preset", "loops"]}
+    write(loops, training)
+    assert readme.main([*command, "--check"]) == 1
+    assert "loops.json" in capsys.readouterr().out
+    assert readme.main(command) == 0
+    sentence = "fused AdamW, took 2.00 (many:3x5, AdamW · for-loop)."
+    assert sentence in text.read_text()
+    assert "`ngn-bench train --preset loops`" in text.read_text()
+    assert readme.main([*command, "--check"]) == 0
+    text.write_text(text.read_text().replace("took 2.00", "took 0.96"))
+    assert readme.main([*command, "--check"]) == 1
+    loops.unlink()
 
     text.write_text(written.replace("2.00×", "1.90×"))
     assert readme.main([*command, "--check"]) == 1
