@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .contenders import BASELINE
+from .contenders import BASELINE, is_ngn
 from .environment import machine_line
 from .errors import BenchError
 from .report import duration, rows_of, workload_names
@@ -26,7 +26,8 @@ FASTER = "#1b998b"
 SLOWER = "#e07a5f"
 PALE = "#d5dbe1"
 SOURCE_KEY = "Source"
-RATIO_TICKS = {0.125: "⅛×", 0.25: "¼×", 0.5: "½×", **{2**n: f"{2**n}×" for n in range(10)}}
+RATIO_TICKS = {0.0: "0", 0.5: "½×", 1.0: "1×", 1.5: "1½×"}
+CUT = 2.0
 
 
 def require_matplotlib() -> None:
@@ -64,7 +65,7 @@ def save(figure: Figure, path: Path, record: dict[str, Any]) -> None:
 
 
 def plot_step(record: dict[str, Any], path: Path) -> None:
-    """Bars that leave the line of fused AdamW: to the left faster, to the right slower."""
+    """Bars of relative time with a line at fused AdamW, on one scale; longer ones are cut."""
     panels = [
         rows
         for workload in workload_names(record)
@@ -75,28 +76,28 @@ def plot_step(record: dict[str, Any], path: Path) -> None:
     across = min(len(panels), 3 if len(panels) > 4 else 2)
     lines = [panels[i : i + across] for i in range(0, len(panels), across)]
     heights = [max(len(rows) for rows in line) for line in lines]
-    figure = _figure(max(7.5, 5.8 * across), 1.1 + sum(0.25 * h + 0.65 for h in heights))
+    figure = _figure(max(7.5, 5.0 * across), 1.1 + sum(0.28 * h + 0.65 for h in heights))
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.08)  # type: ignore[union-attr,call-arg]
     grid = figure.add_gridspec(len(lines), across, height_ratios=[h + 1.6 for h in heights])
-    ratios = [row["ratio"] for rows in panels for row in rows]
-    limits = (min(*ratios, 0.5) / 1.15, max(*ratios, 2.0) * 1.15)
     for i, line in enumerate(lines):
         for j, rows in enumerate(line):
             axes = figure.add_subplot(grid[i, j])
-            _ratio_panel(axes, sorted(rows, key=lambda row: -row["ratio"]), record, limits)
+            _ratio_panel(axes, sorted(rows, key=lambda row: -row["ratio"]), record)
     figure.suptitle(
-        "One optimizer step against torch's fused AdamW", fontsize=13, weight="bold", color=INK
+        "Time of one optimizer step, relative to torch's fused AdamW",
+        fontsize=13,
+        weight="bold",
+        color=INK,
     )
-    figure.legend(
-        handles=_step_legend(record, panels),
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-        fontsize=8.5,
-        title=machine_line(record["environment"]),
-        title_fontproperties={"size": 8},
-        alignment="center",
-    )
+    handles = _step_legend(record, panels)
+    options: dict[str, Any] = {"handles": handles, "frameon": False, "fontsize": 9.5}
+    options |= {"title": machine_line(record["environment"]), "title_fontproperties": {"size": 9}}
+    if len(lines[-1]) < across:
+        corner = figure.add_subplot(grid[-1, -1])
+        corner.set_axis_off()
+        corner.legend(loc="center", alignment="left", labelspacing=0.9, **options)
+    else:
+        figure.legend(loc="outside lower center", ncols=3, **options)
     save(figure, path, record)
 
 
@@ -107,7 +108,8 @@ def _step_legend(record: dict[str, Any], panels: Sequence[Sequence[dict[str, Any
     handles: list[Any] = [
         Patch(color=FASTER, label="NGN, faster than fused AdamW"),
         Patch(color=SLOWER, label="NGN, slower"),
-        Patch(color=PALE, label="others"),
+        Patch(color=MUTED, label="fused AdamW"),
+        Patch(color=PALE, label=f"others; bars are cut at {CUT:g}×"),
     ]
     if any(not _in_cache(rows[0], record) for rows in panels):
         label = "the rule's bytes at memory speed"
@@ -115,24 +117,21 @@ def _step_legend(record: dict[str, Any], panels: Sequence[Sequence[dict[str, Any
     return handles
 
 
-def _ratio_panel(
-    axes: Axes, rows: Sequence[dict[str, Any]], record: dict[str, Any], limits: tuple[float, float]
-) -> None:
+def _ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]], record: dict[str, Any]) -> None:
     """One workload: bars by ratio, with ratio and time at the right."""
     baseline = next(row["time"]["median"] for row in rows if row["contender"] == BASELINE)
     speed = memory_speed(record["memory_bandwidth"])
     for position, row in enumerate(rows):
-        axes.barh(position, row["ratio"] - 1, left=1, height=0.7, color=_bar_colour(row))
+        axes.barh(position, min(row["ratio"], CUT), height=0.7, color=_bar_colour(row))
+        if row["ratio"] > CUT:
+            _cut_bar(axes, position)
         if speed and not _in_cache(row, record):
             floor = row["bytes_floor"] * row["parameters"] / speed / baseline
             axes.plot([floor, floor], [position - 0.35, position + 0.35], color=INK, lw=1.8)
-    axes.axvline(1, color=INK, lw=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(*limits)
+    axes.axvline(1, color=INK, lw=1, ls="--")
+    axes.set_xlim(0, CUT)
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    ticks = [tick for tick in RATIO_TICKS if limits[0] <= tick <= limits[1]]
-    axes.set_xticks(ticks, [RATIO_TICKS[tick] for tick in ticks])
-    axes.minorticks_off()
+    axes.set_xticks(list(RATIO_TICKS), list(RATIO_TICKS.values()))
     axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
     numbers = axes.twinx()
     numbers.set_ylim(axes.get_ylim())
@@ -149,6 +148,12 @@ def _ratio_panel(
     axes.set_title(workload_title(rows[0]), loc="left", fontsize=10, color=INK)
 
 
+def _cut_bar(axes: Axes, position: int) -> None:
+    """Two white strokes across a bar that goes on beyond the picture."""
+    for x in (CUT - 0.16, CUT - 0.1):
+        axes.plot([x - 0.03, x + 0.03], [position - 0.42, position + 0.42], color="white", lw=2.5)
+
+
 def _numbers(row: dict[str, Any]) -> str:
     ratio = f"{row['ratio']:.{2 if row['ratio'] < 9.995 else 1}f}×"
     return f"{ratio:>6} {duration(row['time']['median']):>8}"
@@ -156,9 +161,9 @@ def _numbers(row: dict[str, Any]) -> str:
 
 def _bar_colour(row: dict[str, Any]) -> str:
     name = row["contender"]
-    if name.startswith(("ngn", "decngn")) and not name.endswith((":plain", ":reference")):
+    if is_ngn(name) and not name.endswith(":reference"):
         return FASTER if row["ratio"] <= 1 else SLOWER
-    return PALE
+    return MUTED if name == BASELINE else PALE
 
 
 def _in_cache(row: dict[str, Any], record: dict[str, Any]) -> bool:
