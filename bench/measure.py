@@ -217,9 +217,10 @@ def _calibrate(lanes: Sequence[Lane], clock: Clock) -> dict[str, float]:
     lengths = {}
     for lane in lanes:
         try:
+            lane.step(clock)
             length = lane.step(clock).wall
             if length < SHORT_SECONDS:
-                length = min(lane.step(clock).wall for _ in range(3))
+                length = min(length, *(lane.step(clock).wall for _ in range(2)))
             lengths[lane.name] = length
         except Exception as error:  # a contender may fail in any way; the others go on
             lane.failure = f"{type(error).__name__}: {error}"

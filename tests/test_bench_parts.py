@@ -63,6 +63,17 @@ def test_a_slow_lane_leaves_the_others_their_rounds() -> None:
     assert [len(lane.rounds) for lane in lanes] == [10, 10, 2]
 
 
+def test_a_slow_start_does_not_make_a_slow_lane() -> None:
+    class Stalling(CountingClock):
+        def time(self, run: Callable[[], object]) -> Timing:
+            timing = super().time(run)
+            return Timing(5.0) if self.visits.count("a") == 1 else timing
+
+    lanes = [Lane(name, lambda name=name: name) for name in "abc"]  # type: ignore[misc]
+    assert measure.measure(lanes, Stalling(dict.fromkeys("abc", 0.03)), 0.9)
+    assert [len(lane.rounds) for lane in lanes] == [10, 10, 10]
+
+
 def test_a_failing_lane_is_left_out() -> None:
     def fail() -> None:
         raise RuntimeError("broken")
