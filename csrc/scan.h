@@ -66,6 +66,8 @@ class Scan {
     }
     for (const py::handle key : keys_) names_.push_back(key.ptr());
     gradient_type_ = look(sample.ptr()).dtype;
+    grad_ = py::type::of(sample).attr("grad");
+    is_neg_ = py::type::of(sample).attr("is_neg");
     for (size_t i = 0; i < params_.size(); ++i) {
       rows_.push_back({params_[i].ptr(), states_[i].ptr()});
       places_.push_back(place(rows_[i].param));
@@ -131,7 +133,8 @@ class Scan {
 
   // Of a plain gradient; 0 of none, ODD_ADDRESS of one that must be looked at more closely.
   int64_t gradient_address(size_t i) const {
-    const py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(rows_[i].param, name_grad_.ptr()));
+    const py::object grad = py::reinterpret_steal<py::object>(
+        Py_TYPE(grad_.ptr())->tp_descr_get(grad_.ptr(), rows_[i].param, nullptr));
     if (!grad) throw py::error_already_set();
     if (grad.is_none()) return 0;
     dlpack::Tensor tensor;
@@ -173,7 +176,7 @@ class Scan {
 
   // torch's lazily negated tensors hold the negative of what DLPack shows.
   bool is_negated(const py::object& grad) const {
-    const py::object answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(grad.ptr(), name_is_neg_.ptr()));
+    const py::object answer = py::reinterpret_steal<py::object>(PyObject_CallOneArg(is_neg_.ptr(), grad.ptr()));
     if (!answer) throw py::error_already_set();
     return answer.ptr() != Py_False;
   }
@@ -193,7 +196,7 @@ class Scan {
   std::vector<Place> places_, orders_;
   std::vector<py::object> values_;
   std::vector<int64_t> addresses_;
-  py::str name_grad_{"grad"}, name_is_neg_{"is_neg"};
+  py::object grad_, is_neg_;  // of torch.Tensor, looked up once: parameters here have no other class
 };
 
 }  // namespace ngn

@@ -13,7 +13,7 @@ ln -s bench "$copy/ngn_bench"
   -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DCMAKE_MAKE_PROGRAM="$BIN/ninja" -DPython_EXECUTABLE="$BIN/python" \
   -Dpybind11_DIR="$("$BIN/python" -m pybind11 --cmakedir)" \
   -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$copy/ngn_kernels"
-"$BIN/cmake" --build "$build/cmake"
+MAKEFLAGS= "$BIN/cmake" --build "$build/cmake"
 cd "$copy"
 # Python and torch do not free everything at exit, and torch's own code is not instrumented.
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
