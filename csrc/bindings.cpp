@@ -173,6 +173,9 @@ PYBIND11_MODULE(_cpu, module) {
            py::arg("sample"))
       .def("refresh", &ngn::Scan::refresh, py::arg("pointers").noconvert());
 
+  module.def("same_items", &ngn::same_items, "Whether two lists hold the same objects.");
+  module.def("same_values", &ngn::same_values, "Whether a dict's values are a list's objects.");
+
   module.def("isas", [] {
     std::vector<std::string> names;
     for (const Engine* engine : engines()) names.emplace_back(engine->name);

@@ -52,6 +52,25 @@ struct ExchangeApi {
 // What a look at all tensors tells; scan.py has the same numbers.
 enum Seen : int { SAME, MOVED, ODD, STALE };
 
+// Whether these are the same objects in the same order.
+inline bool same_items(const py::list& items, const py::list& others) {
+  if (items.size() != others.size()) return false;
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (PyList_GET_ITEM(items.ptr(), i) != PyList_GET_ITEM(others.ptr(), i)) return false;
+  }
+  return true;
+}
+
+inline bool same_values(const py::dict& dict, const py::list& others) {
+  if (dict.size() != others.size()) return false;
+  Py_ssize_t position = 0;
+  PyObject *key, *value;
+  for (size_t i = 0; PyDict_Next(dict.ptr(), &position, &key, &value); ++i) {
+    if (value != PyList_GET_ITEM(others.ptr(), i)) return false;
+  }
+  return true;
+}
+
 class Scan {
  public:
   // `dense` gives the memory order that gradients must have, `sample` their element type.
@@ -125,8 +144,12 @@ class Scan {
   bool is_stale(size_t i) const {
     if (!same_place(look(rows_[i].param), places_[i])) return true;
     const size_t keys = names_.size();
+    Py_ssize_t position = 0;
     for (size_t k = 0; k < keys; ++k) {
-      if (state_value(i, names_[k]) != values_[i * keys + k].ptr()) return true;
+      // In the order that the state was made in, there is nothing to look up.
+      PyObject *name, *value;
+      const bool in_order = PyDict_Next(rows_[i].state, &position, &name, &value) && name == names_[k];
+      if ((in_order ? value : state_value(i, names_[k])) != values_[i * keys + k].ptr()) return true;
     }
     return look(values_[(i + 1) * keys - 1].ptr()).address() != addresses_[i];
   }

@@ -6,7 +6,6 @@ A plan is built once and kept while nothing but gradients moves. It knows no mat
 from __future__ import annotations
 
 import math
-from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .checks import check_gradient, is_dense
 from .rules import Reason, Rule
-from .scan import EMPTY, ODD, STALE, Scan, make_scan
+from .scan import EMPTY, ODD, STALE, Scan, make_scan, same_items, same_values
 from .state import STATE_KEYS, same_order
 from .transfer import Numbers, is_capturing, numbers_of
 
@@ -297,10 +296,8 @@ class Plan:
         return (
             rule is self.rule
             and reductions is self.reductions
-            and len(params) == len(self._params)
-            and all(map(is_, params, self._params))
-            and len(state) == len(self._states)
-            and all(map(is_, state.values(), self._states))
+            and same_items(params, self._params)
+            and same_values(state, self._states)
             and all(param.grad is None for param in self._idle)
         )
 

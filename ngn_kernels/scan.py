@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,6 +10,20 @@ import torch
 from torch import Tensor
 
 from .state import same_order
+
+try:
+    from ._cpu import Scan as NativeScan
+    from ._cpu import same_items, same_values
+except ImportError:
+    NativeScan = None  # type: ignore[assignment, misc]
+
+    def same_items(items: list[Any], others: list[Any], /) -> bool:
+        """Whether these are the same objects in the same order."""
+        return len(items) == len(others) and all(map(is_, items, others))
+
+    def same_values(dict: dict[Any, Any], others: list[Any], /) -> bool:
+        return same_items(list(dict.values()), others)
+
 
 EMPTY = 1  # stands for the address of a gradient without elements, which torch gives as 0
 
@@ -36,16 +51,11 @@ def make_scan(
     """A scan of these tensors; `dense` gives the memory order that gradients must have."""
     api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     plain = all(type(p) in (Tensor, torch.nn.Parameter) for p in params)
-    if api is not None and plain:
-        try:
-            from ._cpu import Scan as NativeScan
-        except ImportError:
-            pass
-        else:
-            sample = torch.empty(0, dtype=grad_dtype)
-            return NativeScan(
-                params=params, dense=dense, states=states, keys=keys, api=api, sample=sample
-            )
+    if NativeScan is not None and api is not None and plain:
+        sample = torch.empty(0, dtype=grad_dtype)
+        return NativeScan(
+            params=params, dense=dense, states=states, keys=keys, api=api, sample=sample
+        )
     return PythonScan(params, dense, states, keys, grad_dtype)
 
 
