@@ -83,7 +83,7 @@ template <typename T>
 constexpr bool estimates_root = false;
 #endif
 
-// base + 2 sqrt(v) for v >= 0. With an estimate: within 4 units in the last place of the root, which
+// base + 2 sqrt(v) for v >= 0. With an estimate: the root's relative error is at most about 4 * 2^-23, it
 // is at least 2^-63, and not a number for an infinite v.
 template <typename T, typename V>
 NGN_HD inline V add_twice_root(V base, V v) {
