@@ -8,7 +8,7 @@
 #include <type_traits>
 #if defined(__AVX__) && !defined(__CUDACC__)
 #include <immintrin.h>
-#define NGN_ROOT_ESTIMATES
+#define NGN_AVX
 #endif
 
 #include "tables.h"
@@ -36,10 +36,10 @@ NGN_HD inline V all(T value) {
 #if defined(__FMA__) || defined(__CUDA_ARCH__)
 NGN_HD inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 NGN_HD inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
-#if defined(__AVX512F__)
+#if defined(NGN_AVX) && defined(__AVX512F__)
 inline __m512 multiply_add(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
 inline __m512d multiply_add(__m512d a, __m512d b, __m512d c) { return _mm512_fmadd_pd(a, b, c); }
-#elif defined(__AVX__)
+#elif defined(NGN_AVX)
 inline __m256 multiply_add(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 inline __m256d multiply_add(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }
 #endif
@@ -62,7 +62,7 @@ NGN_HD inline V root(V value) {
 
 // Where an estimate of 1 / sqrt(v) and a Newton step do for a root, the divider is left to divisions.
 // at_least_normal(v) is v, or the smallest normal number if that is larger: the estimate of 0 is infinite.
-#ifdef NGN_ROOT_ESTIMATES
+#ifdef NGN_AVX
 template <typename T>
 constexpr bool estimates_root = std::is_same_v<T, float>;
 

@@ -284,7 +284,8 @@ bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, 
         const int64_t n = end - begin < block ? end - begin : block;
         kept_here |= with_flag(k.decay != 0, [&](auto decay) {
           return update_block<MOMENTUM, COORDINATE, RMS, decay.value, T>(
-              x.in(begin, n), MOMENTUM ? m.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr, g.in(begin, n), n, k);
+              x.in(begin, n), MOMENTUM ? m.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr,
+              g.in(begin, n), n, k);
         });
         x.out(begin, n);
         if (MOMENTUM) m.out(begin, n);

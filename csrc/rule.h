@@ -20,7 +20,7 @@ inline namespace NGN_ISA {
 // comes in here and not with every element: with u = 2 sqrt(1 - beta2^t), D u = eps u + 2 sqrt(v).
 template <typename T>
 struct Coefficients {
-  T gradient_scale;  // s / grad_scale
+  T gradient_scale;  // s / grad_scale; whoever loads g multiplies by it
   T beta1, beta2, one_minus_beta2;
   T eps;             // eps u
   T step;            // (1 - beta1) gamma u; of coordinate rules (1 - beta1) c u
@@ -100,7 +100,7 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
   return k;
 }
 
-// V is a scalar T or a vector of them; both know the same operators.
+// V is a scalar T or a vector of them; both know the same operators. g comes unscaled and clipped.
 
 // v <- beta2 v + (1 - beta2) g^2
 template <typename V, typename T>

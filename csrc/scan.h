@@ -61,11 +61,12 @@ inline bool same_items(const py::list& items, const py::list& others) {
   return true;
 }
 
-inline bool same_values(const py::dict& dict, const py::list& others) {
-  if (dict.size() != others.size()) return false;
+// The same of a dict's values.
+inline bool same_values(const py::dict& mapping, const py::list& others) {
+  if (mapping.size() != others.size()) return false;
   Py_ssize_t position = 0;
   PyObject *key, *value;
-  for (size_t i = 0; PyDict_Next(dict.ptr(), &position, &key, &value); ++i) {
+  for (size_t i = 0; PyDict_Next(mapping.ptr(), &position, &key, &value); ++i) {
     if (value != PyList_GET_ITEM(others.ptr(), i)) return false;
   }
   return true;

@@ -4,11 +4,8 @@
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
 
-#include "tables.h"
+#include "arithmetic.h"
 
 namespace ngn {
 inline namespace NGN_ISA {
@@ -53,7 +50,7 @@ inline bool any_negative(Integers values) {
                                 : _mm256_movemask_ps(reinterpret_cast<__m256>(values)) != 0;
 #else
   auto sign = values[0];
-  for (int i = 1; i < static_cast<int>(sizeof(values) / sizeof(values[0])); ++i) sign |= values[i];
+  for (std::size_t i = 1; i < lanes_of<Integers>; ++i) sign |= values[i];
   return sign < 0;
 #endif
 }

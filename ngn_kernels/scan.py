@@ -21,8 +21,8 @@ except ImportError:
         """Whether these are the same objects in the same order."""
         return len(items) == len(others) and all(map(is_, items, others))
 
-    def same_values(dict: dict[Any, Any], others: list[Any], /) -> bool:
-        return same_items(list(dict.values()), others)
+    def same_values(mapping: dict[Any, Any], others: list[Any], /) -> bool:
+        return same_items(list(mapping.values()), others)
 
 
 EMPTY = 1  # stands for the address of a gradient without elements, which torch gives as 0

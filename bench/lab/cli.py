@@ -12,6 +12,7 @@ from typing import Any
 from ..environment import select_device
 from ..errors import BenchError, unknown_name
 from ..report import Table, markdown_table, print_table
+from .paper import BETAS
 
 DEFAULT_OPTIMIZERS = "ngn-m,sgdm,momo,ngn-mdv1,adam,momo-adam"
 
@@ -140,8 +141,8 @@ def _add_ablate(subparsers: Any) -> None:
     parser.add_argument("--optimizers", metavar="NAMES", help="others than the paper's")
     for option, values, text in (
         ("--lr", "3e-4,1e-3,3e-3,1e-2,3e-2", "step sizes"),
-        ("--beta1", "0.6,0.8,0.9,0.99", "values of β₁"),
-        ("--beta2", "0.6,0.8,0.9,0.95,0.999", "values of β₂"),
+        ("--beta1", ",".join(map(str, BETAS["β₁"])), "values of β₁"),
+        ("--beta2", ",".join(map(str, BETAS["β₂"])), "values of β₂"),
         ("--decay", "0,1e-3,1e-2,1e-1", "values of λ"),
     ):
         parser.add_argument(
