@@ -17,6 +17,7 @@ namespace ngn {
 namespace {
 
 constexpr int64_t BLOCK = 512;  // staged or summed at once; four columns of it stay in the L1 cache
+constexpr int AHEAD = 6;         // vectors between a draft and its update
 constexpr int LANES = 16;       // partial sums side by side, so that they vectorise without reordering
 
 // One column of a row as the compute type, multiplied by a factor: in place where its memory holds just
@@ -97,27 +98,45 @@ void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficie
 // True if any element kept its old value.
 template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, typename T>
 bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T> k) {
+  constexpr int width = VectorOf<T>::lanes;
   bool kept = false;
   // As a branch that is hardly ever taken, keeping old values costs next to nothing.
-  const auto update_element = [&](auto element, auto gradient) {
+  const auto updated = [&](auto element, const auto& draft, auto gradient) {
     const auto old = element;
-    const auto room = update<MOMENTUM, COORDINATE, RMS, DECAY>(element, gradient, k);
+    const auto room = update<MOMENTUM, RMS, DECAY>(element, draft, gradient, k);
     if (__builtin_expect(any_negative(room), 0)) {
       keep(old, room, element);
       kept = true;
     }
     return element;
   };
-  int64_t i = 0;
-  for (; i + VectorOf<T>::lanes <= n; i += VectorOf<T>::lanes) {
+  const auto draft_at = [&](int64_t i) { return draft<COORDINATE, RMS>(RMS ? load(v + i) : Vec<T>{}, load(g + i), k); };
+  const auto update_at = [&](int64_t i, const Draft<Vec<T>>& draft) {
     const Element<Vec<T>> old = {load(x + i), MOMENTUM ? load(m + i) : Vec<T>{}, RMS ? load(v + i) : Vec<T>{}};
-    const Element<Vec<T>> element = update_element(old, load(g + i));
+    const Element<Vec<T>> element = updated(old, draft, load(g + i));
     store(x + i, element.x);
     if constexpr (MOMENTUM) store(m + i, element.m);
     if constexpr (RMS) store(v + i, element.v);
+  };
+  int64_t i = 0;
+  // The root of v and the quotient after it take long: with drafts made ahead, other vectors' are under way
+  // at the same time, more of them than the processor finds by itself.
+  constexpr int64_t span = AHEAD * width;
+  if (RMS && n >= 2 * span) {
+    Draft<Vec<T>> ahead[AHEAD];
+    for (int j = 0; j < AHEAD; ++j) ahead[j] = draft_at(j * width);
+    for (; i + 2 * span <= n; i += span) {
+#pragma GCC unroll AHEAD
+      for (int j = 0; j < AHEAD; ++j) {
+        update_at(i + j * width, ahead[j]);
+        ahead[j] = draft_at(i + span + j * width);
+      }
+    }
   }
+  for (; i + width <= n; i += width) update_at(i, draft_at(i));
   for (; i < n; ++i) {
-    const Element<T> element = update_element(Element<T>{x[i], MOMENTUM ? m[i] : T(0), RMS ? v[i] : T(0)}, g[i]);
+    const Element<T> old = {x[i], MOMENTUM ? m[i] : T(0), RMS ? v[i] : T(0)};
+    const Element<T> element = updated(old, draft<COORDINATE, RMS>(old.v, g[i], k), g[i]);
     x[i] = element.x;
     if constexpr (MOMENTUM) m[i] = element.m;
     if constexpr (RMS) v[i] = element.v;

@@ -1,7 +1,8 @@
 // The element math, once, for host and device, with the names of reference.py, which shows it plainly:
 //   contribute()  one element's part of the sums, nothing is written
 //   shrink()      the sums to rho, the clip factor, and whether the step may happen
-//   update()      one element's new x, m, v
+//   draft()       one element's new v and divisor
+//   update()      its new x, m, v
 #pragma once
 
 #include <cmath>
@@ -142,18 +143,31 @@ struct Element {
   V x, m, v;
 };
 
-// x, m, v to their new values. Negative where one would not be finite in its storage type: the
-// caller must keep() the old ones there.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, typename V, typename T>
-NGN_HD inline auto update(Element<V>& element, V g, const Coefficients<T>& k) {
-  auto& [x, m, v] = element;
-  V d = all<V>(T(1));
+// What the rest of an update has to wait for: the new v, and what g is divided by. They take long
+// enough to be worth computing ahead of it.
+template <typename V>
+struct Draft {
+  V v, divisor;
+};
+
+template <bool COORDINATE, bool RMS, typename V, typename T>
+NGN_HD inline Draft<V> draft(V v, V g, const Coefficients<T>& k) {
+  V divisor = all<V>(T(1));
   if constexpr (RMS) {
     v = second_moment(v, g, k);
-    d = preconditioner(v, k);
+    divisor = preconditioner(v, k);
   }
-  if constexpr (COORDINATE) d = multiply_add(all<V>(k.curvature), g * g, d);
-  V displacement = k.step * g / d;
+  if constexpr (COORDINATE) divisor = multiply_add(all<V>(k.curvature), g * g, divisor);
+  return {v, divisor};
+}
+
+// x, m, v to their new values. Negative where one would not be finite in its storage type: the
+// caller must keep() the old ones there.
+template <bool MOMENTUM, bool RMS, bool DECAY, typename V, typename T>
+NGN_HD inline auto update(Element<V>& element, const Draft<V>& draft, V g, const Coefficients<T>& k) {
+  auto& [x, m, v] = element;
+  v = draft.v;
+  V displacement = k.step * g / draft.divisor;
   if constexpr (DECAY) displacement = multiply_add(all<V>(k.decay), x, displacement);
   if constexpr (MOMENTUM) displacement = multiply_add(all<V>(k.beta1), m, displacement);
   m = displacement;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,14 +87,49 @@ def test_the_tail_computes_as_the_vectors_do(name: str) -> None:
     for isa in _cpu.isas():
         _cpu.use_isa(isa)
         generator = torch.Generator().manual_seed(0)
-        values, grads = (torch.randn(16, generator=generator).repeat(3)[:47] for _ in range(2))
+        values, grads = (torch.randn(16, generator=generator).repeat(26)[:415] for _ in range(2))
         param = values.clone().requires_grad_()
         opt = getattr(ngn_kernels, name)([param], weight_decay=0.1, backend="cpu")
         for _ in range(3):
             param.grad = grads.clone()
             opt.step(loss=0.7)
         for tensor in (param.detach(), opt.state[param]["momentum_buffer"]):
-            assert torch.equal(tensor[32:], tensor[:15])
+            assert torch.equal(tensor, tensor[:16].repeat(26)[:415])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ("NGNM", "NGNMDv1", "NGNMDv2"))
+def test_elements_that_would_overflow_stand_still_wherever_they_lie(
+    name: str, dtype: torch.dtype
+) -> None:
+    """In the first and last vectors, between them and in the tail: x, m and v, and no others."""
+    largest = torch.finfo(dtype).max
+    grads = torch.linspace(-1, 1, 415, dtype=dtype)
+
+    def two_steps(places: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+        param = torch.zeros(415, dtype=dtype, requires_grad=True)
+        opt = getattr(ngn_kernels, name)([param], backend="cpu")
+        param.grad = grads
+        opt.step(loss=0.7)
+        param.data[places] = 0.9 * largest
+        opt.state[param]["momentum_buffer"][places] = -0.5 * largest
+        tensors = [param.detach(), *list(opt.state[param].values())[1:]]
+        before = [tensor.clone() for tensor in tensors]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ngn_kernels.SkippedStepWarning)
+            opt.step(loss=0.7)
+        assert int(opt.skipped_steps) == bool(places)
+        return before, tensors
+
+    for isa in _cpu.isas():
+        _cpu.use_isa(isa)
+        _, undisturbed = two_steps([])
+        for first in range(8):
+            places = list(range(first, 415, 8))
+            others = [i for i in range(415) if i not in places]
+            for old, new, usual in zip(*two_steps(places), undisturbed, strict=True):
+                assert torch.equal(new[places], old[places])
+                assert torch.equal(new[others], usual[others])
 
 
 @pytest.mark.parametrize("name", ("NGNMDv1", "NGNMDv2"))
@@ -293,7 +329,8 @@ def test_rule_h_is_ready_for_a_device(tmp_path: Path) -> None:
         "__global__ void kernel(ngn::Element<float>* e, const float* g, ngn::Sums s,\n"
         "                       ngn::Coefficients<float> k, ngn::StepScalars t, double* out) {\n"
         "  ngn::Element<float> old = e[threadIdx.x];\n"
-        "  auto room = ngn::update<true, false, true, true>(e[threadIdx.x], g[threadIdx.x], k);\n"
+        "  const auto draft = ngn::draft<true, true>(old.v, g[threadIdx.x], k);\n"
+        "  auto room = ngn::update<true, true, true>(e[threadIdx.x], draft, g[threadIdx.x], k);\n"
         "  ngn::keep(old, room, e[threadIdx.x]);\n"
         "  float weighted = 0, alignment = 0;\n"
         "  ngn::contribute<true, true>(old.x, old.v, g[threadIdx.x], k, weighted, alignment);\n"
