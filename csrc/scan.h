@@ -6,6 +6,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -84,6 +85,7 @@ class Scan {
     if (dense.size() != params_.size() || states_.size() != params_.size()) {
       throw py::value_error("params, dense and states must have the same length");
     }
+    gradients_.resize(params_.size());
     for (const py::handle key : keys_) names_.push_back(key.ptr());
     gradient_type_ = look(sample.ptr()).dtype;
     grad_ = py::type::of(sample).attr("grad");
@@ -101,7 +103,7 @@ class Scan {
     }
   }
 
-  // Look at all rows, and write the gradients' addresses, 0 for none.
+  // Look at all rows, and write the gradients' addresses, 0 for none, if all are plain.
   int refresh(py::array_t<int64_t, py::array::c_style> out) {
     if (out.ndim() != 1 || static_cast<size_t>(out.shape(0)) != rows_.size()) {
       throw py::value_error("out must have one number per parameter");
@@ -110,15 +112,14 @@ class Scan {
     for (size_t i = 0; i < rows_.size(); ++i) {
       if (is_stale(i)) return STALE;
     }
-    int64_t* addresses = out.mutable_data();
-    bool moved = false;
     for (size_t i = 0; i < rows_.size(); ++i) {
-      const int64_t address = gradient_address(i);
-      if (address == ODD_ADDRESS) return ODD;
-      moved |= addresses[i] != address;
-      addresses[i] = address;
+      gradients_[i] = gradient_address(i);
+      if (gradients_[i] == ODD_ADDRESS) return ODD;
     }
-    return moved ? MOVED : SAME;
+    int64_t* addresses = out.mutable_data();
+    if (std::equal(gradients_.begin(), gradients_.end(), addresses)) return SAME;
+    std::copy(gradients_.begin(), gradients_.end(), addresses);
+    return MOVED;
   }
 
  private:
@@ -219,7 +220,7 @@ class Scan {
   dlpack::DataType gradient_type_{};
   std::vector<Place> places_, orders_;
   std::vector<py::object> values_;
-  std::vector<int64_t> addresses_;
+  std::vector<int64_t> addresses_, gradients_;
   py::object grad_, is_neg_;  // of torch.Tensor, looked up once: parameters here have no other class
 };
 

@@ -37,7 +37,7 @@ def read_loss(loss: Any) -> float | Tensor:
             )
         if loss.is_complex() or loss.dtype == torch.bool:
             raise TypeError(f"the loss is a {loss.dtype} tensor: it must be a real number")
-        return float(loss.item()) if loss.device.type == "cpu" else loss.detach().reshape(())
+        return float(loss.item()) if loss.is_cpu else loss.detach().reshape(())
     if isinstance(loss, Real) and not isinstance(loss, bool):
         return float(loss)
     raise TypeError(

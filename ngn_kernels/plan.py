@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .checks import check_gradient, is_dense
 from .rules import Reason, Rule
-from .scan import EMPTY, ODD, STALE, Scan, make_scan, same_items, same_values
+from .scan import EMPTY, ODD, SAME, STALE, Scan, make_scan, same_items, same_values
 from .state import STATE_KEYS, same_order
 from .transfer import Numbers, is_capturing, numbers_of
 
@@ -196,6 +196,7 @@ class Bucket:
         self.sums: Tensor  # of all buckets, on this bucket's device
         self.prepared: Any = None
         self._params = [row.param for row in rows]
+        self.active: list[Tensor] = []  # the parameters that have a gradient in this step
         self.table = np.zeros((7, len(rows)), dtype=np.int64)
         self.gradients: Numbers | None = None  # column G of a backend's copy of the table
         self.table[X] = [row.x.data_ptr() for row in rows]
@@ -204,6 +205,7 @@ class Bucket:
         self.table[STEP] = [row.step.data_ptr() for row in rows]
         self.table[NUMEL] = [row.x.numel() for row in rows]
         self.table[GROUP] = [row.group for row in rows]
+        self._grad_pointers = self.table[G]
         self._scan: Scan | None = None
 
     @property
@@ -222,7 +224,7 @@ class Bucket:
 
     def refresh(self) -> bool:
         """Point the table at this step's gradients; False if a new plan is needed."""
-        seen = self.scan.refresh(self.table[G])
+        seen = self.scan.refresh(self._grad_pointers)
         if seen == STALE:
             return False
         if seen == ODD:
@@ -230,16 +232,14 @@ class Bucket:
                 grad = row.param.grad
                 if grad is not None and grad.dtype.to_real() != self.key.grad:
                     return False
-            self.table[G] = [row.grad_pointer() for row in self.rows]
+            self._grad_pointers[:] = [row.grad_pointer() for row in self.rows]
+        if seen != SAME:
+            active = self._grad_pointers.nonzero()[0]
+            everyone = len(active) == len(self._params)
+            self.active = self._params if everyone else [self._params[i] for i in active]
         if self.gradients is not None:
             self.gradients.send()
         return True
-
-    def active_params(self) -> list[Tensor]:
-        """The parameters that have a gradient in this step."""
-        if np.count_nonzero(self.table[G]) == len(self._params):
-            return self._params
-        return [self._params[i] for i in self.table[G].nonzero()[0]]
 
     def chunks(self, size: int) -> np.ndarray:
         """Rows cut into chunks of `size` elements: (row, first element), in row order."""
@@ -313,7 +313,7 @@ class Plan:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
         for bucket in self.buckets:
             if bucket.backend.name != "reference":
-                increment_version(bucket.active_params())
+                increment_version(bucket.active)
         for row in self._copies:
             assert row.copy is not None
             row.param.copy_(row.copy)
