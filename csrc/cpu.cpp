@@ -68,6 +68,14 @@ class Column {
   alignas(64) T stage_[BLOCK];
 };
 
+// Ask for the lines of LANES elements two pages ahead: the processor by itself stops at the end of a page.
+template <typename T>
+void prefetch_lanes(const T* from) {
+  constexpr uintptr_t page = 4096, line = 64;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(from) + 2 * page;
+  for (uintptr_t at = 0; at < LANES * sizeof(T); at += line) __builtin_prefetch(reinterpret_cast<void*>(begin + at));
+}
+
 // Full groups of LANES as vectors, the rest as scalars, through the same element function.
 template <bool RMS, bool REGULARISED, typename T>
 void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficients<T> k,
@@ -76,6 +84,9 @@ void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficie
   Vec<T> weighted_vector[vectors] = {}, alignment_vector[vectors] = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
+    prefetch_lanes(g + i);
+    if constexpr (RMS) prefetch_lanes(v + i);
+    if constexpr (REGULARISED) prefetch_lanes(x + i);
     for (int j = 0; j < vectors; ++j) {
       const int64_t at = i + j * width;
       contribute<RMS, REGULARISED>(REGULARISED ? load(x + at) : Vec<T>{}, RMS ? load(v + at) : Vec<T>{},
