@@ -51,7 +51,7 @@ class Board:
         self.report = torch.zeros(3, dtype=torch.int64, device=device)
         self._scalars = numbers_of(self.scalars.narrow(0, 0, SHRINK))
         self._scalar_slots = self.scalars.unbind()
-        self._host_report = self.report.numpy() if device.type == "cpu" else None
+        self._host_report = self.report.numpy().data if device.type == "cpu" else None
         # Numbers of other tensors on a device, which are never read.
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._seen = 0
@@ -115,10 +115,10 @@ class Board:
         event.record(torch.cuda.current_stream(self.device))
         return reason
 
-    def _read(self, report: np.ndarray | list[int]) -> Reason:
+    def _read(self, report: memoryview | list[int]) -> Reason:
         if report[SKIPPED] == self._seen:
             return Reason.NONE
-        self._seen = int(report[SKIPPED])
+        self._seen = report[SKIPPED]
         return Reason(report[LAST_REASON])
 
 
@@ -302,8 +302,9 @@ class Plan:
         )
 
     def refresh(self) -> bool:
-        if not all(bucket.refresh() for bucket in self.buckets):
-            return False
+        for bucket in self.buckets:
+            if not bucket.refresh():
+                return False
         for row in self._copies:
             assert row.copy is not None
             row.copy.copy_(row.param)
