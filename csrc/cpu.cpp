@@ -68,11 +68,11 @@ class Column {
   alignas(64) T stage_[BLOCK];
 };
 
-// Ask for the lines of LANES elements two pages ahead: the processor by itself stops at the end of a page.
+// Ask for the lines of LANES elements a page ahead: the processor by itself stops at the end of a page.
 template <typename T>
 void prefetch_lanes(const T* from) {
   constexpr uintptr_t page = 4096, line = 64;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(from) + 2 * page;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(from) + page;
   for (uintptr_t at = 0; at < LANES * sizeof(T); at += line) __builtin_prefetch(reinterpret_cast<void*>(begin + at));
 }
 
