@@ -84,9 +84,7 @@ void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficie
   Vec<T> weighted_vector[vectors] = {}, alignment_vector[vectors] = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
-    prefetch_lanes(g + i);
-    if constexpr (RMS) prefetch_lanes(v + i);
-    if constexpr (REGULARISED) prefetch_lanes(x + i);
+    if constexpr (!RMS) prefetch_lanes(g + i);  // with a root and a quotient there is time enough
     for (int j = 0; j < vectors; ++j) {
       const int64_t at = i + j * width;
       contribute<RMS, REGULARISED>(REGULARISED ? load(x + at) : Vec<T>{}, RMS ? load(v + at) : Vec<T>{},
