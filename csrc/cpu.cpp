@@ -17,7 +17,7 @@ namespace ngn {
 namespace {
 
 constexpr int64_t BLOCK = 512;  // staged or summed at once; four columns of it stay in the L1 cache
-constexpr int AHEAD = 6;         // vectors between a draft and its update
+constexpr int AHEAD = 6;        // vectors between a draft and its update
 constexpr int LANES = 16;       // partial sums side by side, so that they vectorise without reordering
 
 // One column of a row as the compute type, multiplied by a factor: in place where its memory holds just
@@ -131,7 +131,7 @@ bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T>
   // The root of v and the quotient after it take long: with drafts made ahead, other vectors' are under way
   // at the same time, more of them than the processor finds by itself.
   constexpr int64_t span = AHEAD * width;
-  if (RMS && n >= 2 * span) {
+  if (RMS && n >= span) {
     Draft<Vec<T>> ahead[AHEAD];
     for (int j = 0; j < AHEAD; ++j) ahead[j] = draft_at(j * width);
     for (; i + 2 * span <= n; i += span) {
@@ -141,6 +141,9 @@ bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T>
         ahead[j] = draft_at(i + span + j * width);
       }
     }
+#pragma GCC unroll AHEAD
+    for (int j = 0; j < AHEAD; ++j) update_at(i + j * width, ahead[j]);
+    i += span;
   }
   for (; i + width <= n; i += width) update_at(i, draft_at(i));
   for (; i < n; ++i) {

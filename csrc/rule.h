@@ -1,8 +1,7 @@
 // The element math, once, for host and device, with the names of reference.py, which shows it plainly:
 //   contribute()  one element's part of the sums, nothing is written
 //   shrink()      the sums to rho, the clip factor, and whether the step may happen
-//   draft()       one element's new v and divisor
-//   update()      its new x, m, v
+//   update()      one element's new x, m, v; its first half, up to the divisor, is draft() here
 #pragma once
 
 #include <cmath>

@@ -74,7 +74,6 @@ class PythonScan:
         self._keys = keys
         self._grad_dtype = grad_dtype
         self._places = self._look()
-        self._last: list[int] | None = None
 
     def _look(self) -> list[Any]:
         places: list[Any] = [(p.data_ptr(), p.stride(), p.dtype) for p in self._params]
@@ -106,10 +105,8 @@ class PythonScan:
             ):
                 found.append(grad.data_ptr() or EMPTY)
             else:
-                self._last = None
                 return ODD
-        if found == self._last:
+        if found == pointers.tolist():
             return SAME
         pointers[:] = found
-        self._last = found
         return MOVED
