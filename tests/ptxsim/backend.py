@@ -17,34 +17,34 @@ from .memory import Memory
 class SimulatedBackend(TritonBackend):
     """Registers what each launch may touch, and what it may write, before it runs."""
 
-    def __init__(self, gpu: SimulatedGPU) -> None:
+    def __init__(self, gpu: SimulatedGPU, kernels: Any = kernels) -> None:
         super().__init__(kernels, gpu.get_current_target, device_type="cpu")
         self.gpu = gpu
 
-    def _launch(
-        self, name: str, bucket: Bucket, rule: Rule, blocks: int, args: tuple[Any, ...]
-    ) -> None:
-        tables, board = bucket.prepared, bucket.board
+    def _launch(self, name: str, bucket: Bucket, rule: Rule, args: tuple[Any, ...]) -> None:
+        tables, inputs, report = bucket.prepared, bucket.tables.inputs, bucket.tables.report
         reduces = name == "reduce"
         memory = Memory()
         for i, row in enumerate(bucket.rows):
-            columns = {"x": row.x, "g": row.gradient(), "m": row.m, "v": row.v, "step": row.step}
+            row.hold_gradient()
+            columns = {"x": row.x, "g": row.held, "m": row.m, "v": row.v, "step": row.step}
             for column, tensor in columns.items():
                 if tensor is not None:
                     memory.register(tensor, f"{column}{i}", read_only=reduces or column == "g")
-        fixed = {"table": tables.table, "chunks": tables.chunks, "groups": board.groups}
+        fixed = {"table": tables.table, "chunks": tables.chunks, "groups": inputs.groups}
         for label, tensor in fixed.items():
             memory.register(tensor, label, read_only=True)
-        memory.register(board.scalars, "scalars", read_only=reduces)
+        memory.register(inputs.scalars, "inputs", read_only=True)
         memory.register(bucket.sums, "sums", read_only=not reduces)
         if reduces:
             memory.register(tables.partials, "partials")
             memory.register(tables.reduce_ticket, "ticket")
         else:
-            memory.register(board.report, "report")
+            memory.register(report.counts, "counts")
+            memory.register(report.sizes, "sizes")
             memory.register(tables.apply_ticket, "ticket")
         self.gpu.memory = memory
-        super()._launch(name, bucket, rule, blocks, args)
+        super()._launch(name, bucket, rule, args)
 
 
 def column_bytes(launches: list[Launched]) -> dict[str, Counter[str]]:

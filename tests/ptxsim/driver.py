@@ -29,12 +29,13 @@ class Launched(NamedTuple):
 
 
 class SimulatedGPU:
-    """Fill `memory` before a launch; `order` and `seed` say how its blocks run."""
+    """Fill `memory` before a launch; `order`, `seed` and `check_races` say how its blocks run."""
 
     def __init__(self, arch: int = 90) -> None:
         self.memory = Memory()
         self.order = "sequential"
         self.seed = 0
+        self.check_races = True
         self.launches: list[Launched] = []
         self.utils = self
         self._target = GPUTarget("cuda", arch, 32)
@@ -69,8 +70,10 @@ class SimulatedGPU:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """What runs one compiled kernel; called as Triton's own launchers are."""
-        file = get_cache_manager(metadata.hash).get_file(f"{source.name[:150]}.ptx")
-        kernel = _kernels.setdefault(metadata.hash, Kernel(Path(file).read_text()))
+        if metadata.hash not in _kernels:
+            file = get_cache_manager(metadata.hash).get_file(f"{source.name[:150]}.ptx")
+            _kernels[metadata.hash] = Kernel(Path(file).read_text())
+        kernel = _kernels[metadata.hash]
         given = [i for i, kind in enumerate(source.signature.values()) if kind != "constexpr"]
 
         def run(blocks: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
@@ -88,6 +91,7 @@ class SimulatedGPU:
                 shared=metadata.shared,
                 order=self.order,
                 seed=self.seed,
+                check_races=self.check_races,
             )
             self.launches.append(Launched(metadata.name, blocks, traffic))
 

@@ -11,17 +11,31 @@ import numpy as np
 
 from .memory import UNSIGNED
 from .ptx import WIDTHS, Instruction, Kernel, Unsupported, members
+from .races import Access
 
 FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64, "f32x2": np.float32}
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 WARP = 32
-# Nothing of these shows in a memory that is sequentially consistent.
-HINTS = {"weak", "relaxed", "acquire", "release", "acq_rel", "gpu", "cta", "sys", "ca", "cg", "cs"}
+# Nothing of these shows in a memory that is sequentially consistent, nor do they order anything.
+HINTS = {"weak", "volatile", "ca", "cg", "cs"}
+# Atomics have one without saying so, loads and stores are weak.
+ORDERS = {
+    "ld": ("relaxed", "acquire"),
+    "st": ("relaxed", "release"),
+    "atom": ("relaxed", "acquire", "release", "acq_rel"),
+    "red": ("relaxed", "release"),
+}
+SCOPES = {"cta": "cta", "gpu": "gpu", "sys": "gpu", "gl": "gpu"}
 
 # A step of a block, given its active threads (None for all): where to go on, YIELD, or None.
 Step = Callable[[Any, "np.ndarray | None"], "int | str | None"]
 YIELD = "yield"
 EXIT = -1
+
+
+class DivergentBarrier(RuntimeError):
+    """A barrier that only some threads of a block come to: the others would wait for ever."""
+
 
 Handler = Callable[[Kernel, Instruction], Step]
 HANDLERS: dict[str, Handler] = {}
@@ -327,20 +341,41 @@ def move(kernel: Kernel, instruction: Instruction) -> Step:
     return lambda block, active: write(block, read(block), active)
 
 
-def access_form(instruction: Instruction) -> tuple[str, int, int]:
-    """The space, the width of a word, and the number of words of an ld or st."""
+def access_form(kernel: Kernel, instruction: Instruction) -> tuple[Access, str]:
+    """What an ld, st, atom or red does to memory, and the type of its words."""
     instruction.modifiers = [m for m in instruction.modifiers if m not in HINTS]
+    order = instruction.take(*ORDERS[instruction.name])
+    scope = SCOPES.get(instruction.take("cta", "gpu", "sys") or "")
     space = (instruction.take("global", "shared", "shared::cta", "param") or "").split("::")[0]
     lanes = instruction.take("v2", "v4", "v8")
     (kind,) = instruction.take_types()
     if not space:
         raise Unsupported("an access of unknown space")
-    return space, WIDTHS[kind], int(lanes[1:]) if lanes else 1
+    updates = instruction.name in ("atom", "red")
+    if updates:
+        order, scope = order or "relaxed", scope or "gpu"
+    if (order is None) != (scope is None):
+        raise Unsupported("an order without a scope, or a scope without an order")
+    access = Access(
+        instruction.index,
+        f"{instruction.text} ({instruction.line})" if instruction.line else instruction.text,
+        space,
+        WIDTHS[kind],
+        int(lanes[1:]) if lanes else 1,
+        reads=updates or instruction.name == "ld",
+        writes=updates or instruction.name == "st",
+        order=order or "weak",
+        scope=scope or "",
+    )
+    if space != "param":
+        kernel.accesses[instruction.index] = access
+    return access, kind
 
 
 @handles("ld")
 def load(kernel: Kernel, instruction: Instruction) -> Step:
-    space, width, lanes = access_form(instruction)
+    access, _ = access_form(kernel, instruction)
+    space, width, lanes = access.space, access.width, access.words
     target, source = instruction.operands
     writes = [kernel.target(name, f"b{8 * width}") for name in members(target)]
     if space == "param":
@@ -359,6 +394,7 @@ def load(kernel: Kernel, instruction: Instruction) -> Step:
         where = np.broadcast_to(addresses(block), block.threads)
         where = where if active is None else where[active]
         words = block.memory_of(space).read(where, width, lanes)
+        block.touched(access, where, active)
         for write, values in zip(writes, words, strict=True):
             if active is not None:
                 spread = np.zeros(block.threads, UNSIGNED[width])
@@ -372,16 +408,17 @@ def load(kernel: Kernel, instruction: Instruction) -> Step:
 
 @handles("st")
 def store(kernel: Kernel, instruction: Instruction) -> Step:
-    space, width, _ = access_form(instruction)
+    access, _ = access_form(kernel, instruction)
     target, source = instruction.operands
     addresses = kernel.address(target)
-    reads = [kernel.source(name, f"b{8 * width}") for name in members(source)]
+    reads = [kernel.source(name, f"b{8 * access.width}") for name in members(source)]
 
     def step(block: Any, active: np.ndarray | None) -> str:
         chosen = slice(None) if active is None else active
         where = np.broadcast_to(addresses(block), block.threads)[chosen]
         words = [np.broadcast_to(read(block), block.threads)[chosen] for read in reads]
-        block.memory_of(space).write(where, width, words)
+        block.memory_of(access.space).write(where, access.width, words)
+        block.touched(access, where, active)
         return YIELD
 
     return step
@@ -389,18 +426,17 @@ def store(kernel: Kernel, instruction: Instruction) -> Step:
 
 @handles("atom", "red")
 def atomic(kernel: Kernel, instruction: Instruction) -> Step:
-    instruction.modifiers = [m for m in instruction.modifiers if m not in HINTS]
-    if instruction.take("global") is None:
+    access, kind = access_form(kernel, instruction)
+    if access.space != "global":
         raise Unsupported("an atomic outside global memory")
     function = {"add": np.add, "max": np.maximum}[instruction.take("add", "max") or ""]
-    (kind,) = instruction.take_types()
     if kind in FLOATS:
         raise Unsupported("an atomic on floats: its result would depend on the order of blocks")
     # red is an atom whose old value nobody wants.
     target = "_" if instruction.name == "red" else instruction.operands[0]
     address, source = instruction.operands[-2:]
     write, read = kernel.target(target, kind), kernel.source(source, kind)
-    addresses, container, width = kernel.address(address), numbers(kind), WIDTHS[kind]
+    addresses, container, width = kernel.address(address), numbers(kind), access.width
 
     def step(block: Any, active: np.ndarray | None) -> str:
         where = np.broadcast_to(addresses(block), block.threads)
@@ -416,6 +452,7 @@ def atomic(kernel: Kernel, instruction: Instruction) -> Step:
                     word.dtype
                 ),
             )
+            block.touched(access, where[thread : thread + 1], slice(thread, thread + 1))
         write(block, old, active)
         return YIELD
 
@@ -424,10 +461,34 @@ def atomic(kernel: Kernel, instruction: Instruction) -> Step:
 
 @handles("bar")
 def barrier(kernel: Kernel, instruction: Instruction) -> Step:
-    if instruction.take("sync") is None:
+    if instruction.take("sync") is None or len(instruction.operands) != 1:
         raise Unsupported("form of bar")
-    # The threads of a block run together: they are all here.
-    return lambda block, active: YIELD
+
+    def step(block: Any, active: np.ndarray | None) -> str:
+        if active is not None:
+            raise DivergentBarrier(f"{active.sum()} of {block.threads} threads: {instruction.text}")
+        # The threads of a block run together: they are all here.
+        if block.watch is not None:
+            block.watch.barrier()
+        return YIELD
+
+    return step
+
+
+@handles("fence", "membar")
+def fence(kernel: Kernel, instruction: Instruction) -> Step:
+    order = "acq_rel"
+    if instruction.name == "fence":
+        order = instruction.take("acquire", "release", "acq_rel", "sc") or order
+        scope = SCOPES[instruction.take("cta", "gpu", "sys") or ""]
+    else:
+        scope = SCOPES[instruction.take("cta", "gl", "sys") or ""]
+
+    def step(block: Any, active: np.ndarray | None) -> None:
+        if block.watch is not None:
+            block.watch.fence(slice(None) if active is None else active, order, scope)
+
+    return step
 
 
 @handles("shfl")

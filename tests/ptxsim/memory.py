@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +61,7 @@ class Traffic:
 class Memory:
     def __init__(self) -> None:
         self._allocations: list[Allocation] = []
-        self._begins: list[int] = []
+        self._begins = np.zeros(0, np.uint64)
         self.traffic = Traffic()
 
     def register(self, tensor: torch.Tensor, name: str, read_only: bool = False) -> torch.Tensor:
@@ -71,13 +70,17 @@ class Memory:
         if size:
             begin = tensor.data_ptr()
             new = Allocation(name, begin, begin + size, read_only, tensor)
-            at = bisect.bisect(self._begins, begin)
+            at = int(np.searchsorted(self._begins, np.uint64(begin), side="right"))
             for other in self._allocations[max(at - 1, 0) : at + 1]:
                 if other.begin < new.end and new.begin < other.end:
                     raise ValueError(f"{name} overlaps {other.name}")
             self._allocations.insert(at, new)
-            self._begins.insert(at, begin)
+            self._begins = np.insert(self._begins, at, begin)
         return tensor
+
+    def writable(self) -> list[tuple[int, int]]:
+        """Where the allocations lie that are not read-only, in the order of their addresses."""
+        return [(a.begin, a.end) for a in self._allocations if not a.read_only]
 
     def read(self, addresses: np.ndarray, width: int, lanes: int) -> list[np.ndarray]:
         """`lanes` neighbouring words of `width` bytes at each address."""
@@ -109,18 +112,15 @@ class Memory:
         off = addresses % np.uint64(size)
         if off.any():
             worst = int(addresses[off != 0][0])
-            raise MisalignedAccess(
-                f"{kind} of {size} bytes at {worst:#x}, in {self._nearest(worst)}"
-            )
+            raise MisalignedAccess(f"{kind} of {size} bytes at {worst:#x}, in {self.place(worst)}")
         self.traffic.accesses[kind, size] += len(addresses)
-        begins = np.array(self._begins, dtype=np.uint64)
-        owner = np.searchsorted(begins, addresses, side="right") - 1
+        owner = np.searchsorted(self._begins, addresses, side="right") - 1
         for index in np.unique(owner):
             mine = addresses[owner == index]
             found = self._allocations[index] if index >= 0 else None
             if found is None or int(mine.max()) + size > found.end:
                 worst = int(mine.max() if found else mine.min())
-                raise MemoryFault(f"{kind} of {size} bytes at {worst:#x}, {self._nearest(worst)}")
+                raise MemoryFault(f"{kind} of {size} bytes at {worst:#x}, {self.place(worst)}")
             if kind == "write" and found.read_only:
                 raise MemoryFault(f"write to {found.name}, which is read-only")
             sectors = len(np.unique(mine // np.uint64(SECTOR)))
@@ -131,7 +131,8 @@ class Memory:
                 self.traffic.written[found.name] += size * len(mine)
                 self.traffic.written_sectors[found.name] += sectors
 
-    def _nearest(self, address: int) -> str:
+    def place(self, address: int) -> str:
+        """An address in words."""
         if not self._allocations:
             return "where nothing is registered"
         nearest = min(

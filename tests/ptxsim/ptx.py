@@ -6,11 +6,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .memory import UNSIGNED
+
+if TYPE_CHECKING:
+    from .races import Access
 
 WIDTHS = {
     "pred": 0,
@@ -27,6 +30,8 @@ class Unsupported(NotImplementedError):
 @dataclass
 class Instruction:
     text: str
+    index: int
+    line: str  # of the source, as PTX names it
     guard: str | None
     negated: bool
     name: str
@@ -34,7 +39,7 @@ class Instruction:
     operands: list[str]
 
     @staticmethod
-    def parse(text: str) -> Instruction:
+    def parse(text: str, index: int = 0, line: str = "") -> Instruction:
         match = re.fullmatch(
             r"(?:@\s*(!?)\s*([\w%$]+)\s+)?([a-z]\w*)((?:\.[\w:]+)*)\s*(.*)", text, re.S
         )
@@ -42,7 +47,14 @@ class Instruction:
             raise Unsupported(f"cannot parse: {text}")
         negation, guard, name, modifiers, operands = match.groups()
         return Instruction(
-            text, guard, negation == "!", name, modifiers.split(".")[1:], split_operands(operands)
+            text,
+            index,
+            line,
+            guard,
+            negation == "!",
+            name,
+            modifiers.split(".")[1:],
+            split_operands(operands),
         )
 
     def take(self, *names: str) -> str | None:
@@ -89,6 +101,7 @@ class Kernel:
     """One entry of a module, ready to run."""
 
     def __init__(self, ptx: str) -> None:
+        self.ptx = ptx
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", ptx, flags=re.S)
         entry = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", text, re.S)
         if not entry or len(re.findall(r"\.entry\s", text)) != 1:
@@ -109,11 +122,14 @@ class Kernel:
         self.widths: list[int] = []
         self.labels: dict[str, int] = {}
         self.instructions: list[Instruction] = []
+        self.accesses: dict[int, Access] = {}  # by instruction, once `code` is there
+        self._files = dict(re.findall(r'\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]*)"', text))
         self._parse(_body(text, entry.end()))
 
     def _parse(self, body: str) -> None:
-        body = re.sub(r"^\s*\.(?:loc|file)\b.*$", "", body, flags=re.M)
-        for statement in body.split(";"):
+        line = ""
+        body = re.sub(r"^\s*\.file\b.*$", "", body, flags=re.M)
+        for statement in re.sub(r"^\s*(\.loc\b.*)$", r"\1;", body, flags=re.M).split(";"):
             rest = " ".join(statement.split())
             # Scopes such as { .reg .b32 tmp; ... } may share a name: nothing outlives them.
             while match := re.match(r"[{}]\s*|([\w$]+)\s*:\s*", rest):
@@ -122,8 +138,10 @@ class Kernel:
                 rest = rest[match.end() :]
             if rest.startswith(".reg"):
                 self._declare(rest)
+            elif match := re.match(r"\.loc (\d+) (\d+)", rest):
+                line = f"{self._files.get(match[1], '?')}:{match[2]}"
             elif rest and not rest.startswith("."):
-                self.instructions.append(Instruction.parse(rest))
+                self.instructions.append(Instruction.parse(rest, len(self.instructions), line))
 
     def _declare(self, text: str) -> None:
         match = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text)

@@ -12,6 +12,7 @@ import torch
 from .instructions import EXIT, YIELD
 from .memory import UNSIGNED, Memory, MemoryFault, Traffic
 from .ptx import SHARED_START, Kernel, Unsupported
+from .races import Access, Races, Watch
 
 MOST_STEPS = 2_000_000
 
@@ -41,22 +42,35 @@ class SharedMemory:
 
 
 class Block:
-    def __init__(self, kernel: Kernel, index: int, blocks: int, threads: int, shared: int) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        index: int,
+        blocks: int,
+        threads: int,
+        shared: int,
+        races: Races | None,
+    ) -> None:
         self.kernel = kernel
         self.threads = threads
+        self.watch = None if races is None else Watch(races, index, shared)
         self.parameters = b""
         self._index, self._blocks = index, blocks
         self._memories: dict[str, Any] = {"shared": SharedMemory(-(-shared // 16) * 16)}
-        # Registers start as poison: NaN, or all ones.
-        self.registers = [
-            np.full(threads, (1 << 8 * width) - 1, UNSIGNED[width])
-            if width
-            else np.ones(threads, bool)
-            for width in kernel.widths
-        ]
+        # Registers start as poison: NaN, or all ones. Values are replaced, never written into.
+        poison = {0: np.ones(threads, bool)}
+        for width, kind in UNSIGNED.items():
+            poison[width] = np.full(threads, (1 << 8 * width) - 1, kind)
+        self.registers = [poison[width] for width in kernel.widths]
 
     def memory_of(self, space: str) -> Any:
         return self._memories[space]
+
+    def touched(
+        self, access: Access, addresses: np.ndarray, active: np.ndarray | slice | None
+    ) -> None:
+        if self.watch is not None:
+            self.watch.touch(access, slice(None) if active is None else active, addresses)
 
     def special(self, name: str) -> np.ndarray:
         if name == "%tid.x":
@@ -97,8 +111,9 @@ def launch(
     shared: int = 0,
     order: str = "sequential",
     seed: int = 0,
+    check_races: bool = True,
 ) -> Traffic:
-    """Run all blocks; what they moved.
+    """Run all blocks; what they moved. Data races raise when all have run.
 
     Args:
         arguments: tensors for their addresses, and integers.
@@ -125,8 +140,10 @@ def launch(
     elif order not in ("sequential", "interleaved"):
         raise ValueError(f"order={order!r}")
 
+    races = Races(kernel, blocks, threads, memory) if check_races else None
+
     def started(index: int) -> Iterator[None]:
-        return Block(kernel, index, blocks, threads, shared).run(memory, bytes(packed))
+        return Block(kernel, index, blocks, threads, shared, races).run(memory, bytes(packed))
 
     memory.traffic = Traffic()
     with np.errstate(all="ignore"):
@@ -140,4 +157,6 @@ def launch(
                 chosen = int(draw.integers(len(live)))
                 if next(live[chosen], EXIT) == EXIT:
                     del live[chosen]
+    if races is not None:
+        races.check()
     return memory.traffic

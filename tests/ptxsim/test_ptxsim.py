@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl
 
-from ptxsim import Kernel, Memory, MemoryFault, MisalignedAccess, SimulatedGPU, launch
+from ptxsim import DataRace, Kernel, Memory, MemoryFault, MisalignedAccess, SimulatedGPU, launch
 from ptxsim.ptx import Unsupported, literal
 
 ARCHITECTURES = (80, 90, 100)
@@ -67,6 +67,7 @@ def test_a_kernel_computes_what_numpy_does(gpu, n, order):
 
 
 def test_interleaving_shows_a_lost_update(gpu):
+    gpu.check_races = False
     totals = set()
     for seed in range(8):
         total = torch.zeros(1)
@@ -75,6 +76,16 @@ def test_interleaving_shows_a_lost_update(gpu):
         lost_update[(6,)](total, enable_fp_fusion=False)
         totals.add(float(total))
     assert min(totals) < 6
+
+
+def test_a_lost_update_is_a_race_in_any_order(gpu):
+    total = torch.zeros(1)
+    gpu.memory.register(total, "total")
+    with pytest.raises(DataRace) as race:
+        lost_update[(6,)](total, enable_fp_fusion=False)
+    line = lost_update.fn.__code__.co_firstlineno + 2
+    assert str(race.value).count(f"(test_ptxsim.py:{line})") == 2 * 3
+    assert "0 bytes from the start of total" in str(race.value)
 
 
 def test_float64_functions_are_accurate(gpu):
@@ -125,7 +136,8 @@ def run(body, words=8):
     data = torch.arange(words, dtype=torch.int32)
     memory = Memory()
     memory.register(data, "data")
-    launch(Kernel(HEADER + body + "\nret;\n}"), 1, 32, [data], memory)
+    # All threads store the same words: that is a race, and not what these tests are about.
+    launch(Kernel(HEADER + body + "\nret;\n}"), 1, 32, [data], memory, check_races=False)
     return data
 
 
@@ -146,6 +158,14 @@ def test_registers_start_as_poison():
         "add.weird.s32 %r1, %r2, %r3;",
         "atom.global.gpu.relaxed.add.f32 %r1, [%rd1], %r2;",
         "mov.u32 %r1, %clock;",
+        "bar.warp.sync -1;",
+        "bar.sync 1, 32;",
+        "ld.acquire.global.b32 %r1, [%rd1];",
+        "ld.gpu.global.b32 %r1, [%rd1];",
+        "st.acquire.gpu.global.b32 [%rd1], %r1;",
+        "ld.relaxed.cluster.global.b32 %r1, [%rd1];",
+        "fence.acq_rel;",
+        "fence.proxy.async;",
     ],
 )
 def test_what_is_not_known_is_refused(body):
