@@ -49,6 +49,21 @@ def test_sweep_lists_tasks_and_optimizers(capsys: pytest.CaptureFixture[str]) ->
         assert word in printed
 
 
+def test_a_known_loss_floor_reaches_the_optimizers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["sweep", "--task", "digits-smoothed", "--lr", "100", "--seeds", "1", *TINY]
+    assert main([*command, "--loss-floor", "known", "--out", str(tmp_path)]) == 0
+    assert main([*command, "--optimizers", "momo,sgdm", "--out", str(tmp_path)]) == 0
+    runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").open()]
+    names = [run["spec"]["optimizer"] for run in runs]
+    assert names == ["ngn-m", "momo", "ngn-mdv1", "momo-adam", "momo", "sgdm"]
+    floors = [run["spec"]["options"].get("loss_floor") for run in runs]
+    assert floors == ["known"] * 4 + [None] * 2
+    assert runs[1]["telemetry"]["step_size"] != runs[4]["telemetry"]["step_size"]
+    assert all(loss > 0.866 for run in runs for loss in run["telemetry"]["loss"])
+
+
 def test_ablations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["--lr", "1e-2", "--seeds", "1", *TINY]
     betas = ["ablate", "--betas", "--beta1", "0.6,0.9", "--beta2", "0.95", *common]
@@ -138,6 +153,9 @@ def test_every_toy_has_its_command(
         (["sweep", "--scale", "3"], "--scale"),
         (["sweep", "--device", "cuda:99"], "not there"),
         (["sweep", "--threads", "0"], "at least 1"),
+        (["sweep", "--loss-floor", "low"], "--loss-floor takes a number or known"),
+        (["sweep", "--loss-floor", "known", *TINY], "digits-mlp knows no loss floor"),
+        (["sweep", "--loss-floor", "1", "--optimizers", "adam", *TINY], "takes no loss floor"),
         (["sweep", "--report-only"], "has no runs"),
         (["ablate", "--betas", "--report-only"], "has no runs"),
         (["sweep", "--task", "mnist-mlp", "--data-dir", "nowhere"], "train-images-idx3-ubyte"),

@@ -155,6 +155,30 @@ def test_a_cut_cifar_file_is_named(tmp_path: Path) -> None:
         data.cifar10(tmp_path)
 
 
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("name", ["data_batch_3", "test_batch"])
+def test_a_cifar_file_cut_between_two_images_is_named(
+    name: str, binary: bool, tmp_path: Path
+) -> None:
+    write_cifar10(tmp_path, binary=binary)
+    fewer = tmp_path / "fewer"
+    write_cifar10(fewer, count=15, binary=binary)
+    (path,) = tmp_path.glob(f"cifar-10-batches-*/{name}*")
+    (cut,) = fewer.glob(f"*/{name}*")
+    path.write_bytes(cut.read_bytes())
+    with pytest.raises(BenchError, match=rf"{name}.*15 images.*20.*get it again"):
+        data.cifar10(tmp_path)
+
+
+@pytest.mark.parametrize("npz", [True, False])
+def test_a_cut_imagenet32_file_is_named(npz: bool, tmp_path: Path) -> None:
+    write_imagenet32(tmp_path, npz)
+    (path,) = (tmp_path / "imagenet32").glob("train_data_batch_7*")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(BenchError, match=r"train_data_batch_7.*is not a"):
+        data.imagenet32(tmp_path)
+
+
 class Malicious:
     def __reduce__(self):
         return (print, ("this must not run",))

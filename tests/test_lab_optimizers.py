@@ -215,3 +215,23 @@ def test_step_sizes_of_scalar_and_coordinate_rules() -> None:
 def test_weight_decay_of_an_optimizer_without_it_is_refused() -> None:
     with pytest.raises(BenchError, match="has no weight decay"):
         optimizers.make("alr-smag", problem()[0], 0.1, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("name", [n for n, entry in optimizers.OPTIMIZERS.items() if entry.floor])
+def test_a_loss_floor_is_subtracted_from_the_loss(name: str) -> None:
+    """A loss of f above a floor of b gives the step that a loss of f − b gives."""
+    moved = []
+    for floor in (0.0, 2.5):
+        parts, loss = problem()
+        optimizer = optimizers.make(name, parts, lr=1e3, loss_floor=floor)
+        optimizers.step(name, optimizer, loss + floor)
+        moved.append(flat(parts))
+    assert moved[0].equal(moved[1]) or torch.allclose(moved[0], moved[1], rtol=1e-9)
+    without, loss = problem()
+    optimizers.step(name, optimizers.make(name, without, lr=1e3), loss + 2.5)
+    assert not torch.allclose(flat(without), moved[0], rtol=1e-3)
+
+
+def test_a_loss_floor_is_refused_where_it_would_be_ignored() -> None:
+    with pytest.raises(BenchError, match="SGDM takes no loss floor"):
+        optimizers.make("sgdm", problem()[0], lr=0.1, loss_floor=1.0)

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -217,6 +219,61 @@ def test_a_foreign_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text('{"something": "else"}\n')
     with pytest.raises(BenchError, match="line 1 is not the record of a run"):
         Record(tmp_path / "runs.jsonl").read()
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """While this lasts, no file of this process grows over `size` bytes."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_keeps_the_finished_runs(tmp_path: Path) -> None:
+    record = Record(tmp_path / "runs.jsonl")
+    specs = [spec(lr=lr) for lr in (0.1, 1.0, 10.0)]
+    sweep(specs[:1], record, Machine())
+    kept = record.path.read_bytes()
+    room = len(kept) + len(kept) // 2
+    with disk_of(room), pytest.raises(BenchError, match=r"runs\.jsonl.*finished runs are kept"):
+        sweep(specs, record, Machine())
+    assert record.path.read_bytes() == kept
+    assert len(sweep(specs, record, Machine())) == 3
+
+
+def test_a_record_of_another_version_of_the_task_is_refused(tmp_path: Path) -> None:
+    """A task that changed, or other data: old and new runs do not compare."""
+    record = Record(tmp_path / "runs.jsonl")
+    sweep([spec(lr=0.1)], record, Machine())
+    (run,) = record.read()
+    for key, value, word in (
+        ("version", 0, "version"),
+        ("data", "01234567", "data"),
+        ("steps", 3, "steps"),
+        ("parameters", 5, "parameters"),
+    ):
+        record.path.write_text(json.dumps(run | {key: value}) + "\n")
+        kept = record.path.read_bytes()
+        with pytest.raises(BenchError, match=rf"{word}.*another --out"):
+            sweep([spec(lr=0.1), spec(lr=1.0)], record, Machine())
+        assert record.path.read_bytes() == kept
+    old = {key: value for key, value in run.items() if key not in ("version", "data")}
+    record.path.write_text(json.dumps(old) + "\n")
+    assert len(sweep([spec(lr=0.1), spec(lr=1.0)], record, Machine())) == 2
+
+
+def test_a_record_of_two_versions_is_not_shown(tmp_path: Path) -> None:
+    record = Record(tmp_path / "runs.jsonl")
+    runs = sweep([spec(lr=0.1), spec(lr=1.0)], record, Machine())
+    record.path.write_text(
+        "\n".join(json.dumps(run | {"version": k}) for k, run in enumerate(runs))
+    )
+    with pytest.raises(BenchError, match="version"):
+        sweep([spec(lr=0.1), spec(lr=1.0)], record, Machine())
 
 
 FAULTY = """

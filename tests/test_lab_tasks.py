@@ -19,7 +19,7 @@ pytest.importorskip("sklearn")
 
 from ngn_bench.errors import BenchError
 from ngn_bench.lab import train
-from ngn_bench.lab.problems import LanguageModel, RecurrentLanguageModel
+from ngn_bench.lab.problems import Classification, LanguageModel, RecurrentLanguageModel
 from ngn_bench.lab.tasks import TASKS, Scale, Setup, _shift_and_flip, find_task
 from ngn_bench.lab.train import Machine, RunSpec
 
@@ -61,6 +61,37 @@ def test_every_task_trains_and_scores(name: str, data_dir: Path) -> None:
     assert run["curve"][-1]["score"] >= 0
     layers = run["telemetry"]["layers"]
     assert layers and all(layer["update"][0] > 0 for layer in layers.values())
+
+
+def test_no_loss_falls_below_the_floor_of_smoothed_labels() -> None:
+    """The floor is what a model loses that predicts the smoothed labels themselves."""
+    problem = find_task("digits-smoothed")(Setup())
+    assert isinstance(problem, Classification)
+    (images, labels) = (part[:50] for part in problem.train)
+    smoothed = torch.nn.functional.one_hot(labels, 10) * 0.8 + 0.02
+    problem.model = PerfectModel(smoothed.log())
+    assert float(problem.loss((images, labels))) == pytest.approx(problem.loss_floor, rel=2e-6)
+    assert float(problem.loss((images, labels))) >= problem.loss_floor > 0.86
+    problem.model = PerfectModel(2 * smoothed.log())
+    assert float(problem.loss((images, labels))) > problem.loss_floor + 0.01
+
+
+class PerfectModel(torch.nn.Module):
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.logits
+
+
+def test_noisy_labels_are_those_of_training_alone() -> None:
+    clean, noisy = (find_task(f"digits-{kind}")(Setup()) for kind in ("mlp", "noisy"))
+    assert isinstance(clean, Classification) and isinstance(noisy, Classification)
+    assert noisy.test[1].equal(clean.test[1])
+    wrong = float((noisy.train[1] != clean.train[1]).float().mean())
+    assert 0.24 < wrong < 0.3  # nine in ten of the three in ten drawn differ
+    assert noisy.batch_size == 4
 
 
 FULL_SIZE = {

@@ -1,10 +1,11 @@
-"""The lab's subcommands of `ngn-bench`: `toy`, `sweep` and `ablate`."""
+"""The lab's subcommands of `ngn-bench`: `toy`, `sweep`, `ablate` and `summary`."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def add_subcommands(subparsers: Any) -> None:
     _add_toy(subparsers)
     _add_sweep(subparsers)
     _add_ablate(subparsers)
+    _add_summary(subparsers)
 
 
 def _add_toy(subparsers: Any) -> None:
@@ -103,7 +105,6 @@ def _add_sweep(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--optimizers",
-        default=DEFAULT_OPTIMIZERS,
         metavar="NAMES",
         help=f"default: {DEFAULT_OPTIMIZERS}",
     )
@@ -118,6 +119,12 @@ def _add_sweep(subparsers: Any) -> None:
         type=float,
         metavar="M",
         help="what counts as good: points of accuracy (0.5) or per cent of perplexity (5)",
+    )
+    parser.add_argument(
+        "--loss-floor",
+        metavar="F",
+        help="tell the optimizers that the loss never falls below F; known: what the task says. "
+        "Then the default is those of the optimizers that take one",
     )
     parser.add_argument(
         "--list", action="store_true", help="list tasks and optimizers, and what is not installed"
@@ -150,6 +157,40 @@ def _add_ablate(subparsers: Any) -> None:
         )
     _add_running(parser)
     parser.set_defaults(func=run_ablate)
+
+
+def _add_summary(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "summary",
+        help="one table and one picture over all sweeps whose records are kept",
+        description=(
+            "Print the table over all sweeps that ROOT/bench/results/lab keeps, and which of their "
+            "runs are missing. Trains nothing."
+        ),
+    )
+    parser.add_argument(
+        "--root", type=Path, default=Path(), help="folder of the repository (default: this one)"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="first add the runs of a sweep that wrote into DIR",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--write",
+        action="store_true",
+        help="bring docs/stability.md, README.md, pictures up to date",
+    )
+    what.add_argument(
+        "--check",
+        action="store_true",
+        help="exit 1 if docs/stability.md or README.md is out of date",
+    )
+    parser.set_defaults(func=run_summary)
 
 
 def numbers(text: str, option: str) -> list[float]:
@@ -227,7 +268,8 @@ def _common_spec(args: argparse.Namespace) -> dict[str, Any]:
     from .tasks import Scale, find_task, fingerprint, task_file
 
     find_task(args.task)
-    options = {key: getattr(args, key) for key in ("size", "text", "tokenizer", "steps")}
+    names = ("size", "text", "tokenizer", "steps", "loss_floor")
+    options = {key: getattr(args, key, None) for key in names}
     given = {key: str(value) for key, value in options.items() if value is not None}
     own = [
         task_file(args.task),
@@ -267,7 +309,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     if args.list:
         return _list()
     figures.pyplot()
-    names, missing = selected(args.optimizers)
+    names, missing = selected(swept(args))
     common = _common_spec(args)
     folder = _folder(args, args.task)
     if args.report_only:
@@ -282,6 +324,26 @@ def run_sweep(args: argparse.Namespace) -> int:
     for line in missing:
         print(line)
     return 0
+
+
+def swept(args: argparse.Namespace) -> str:
+    """The names of the optimizers that a sweep is asked for."""
+    from . import optimizers
+    from .train import KNOWN_FLOOR
+
+    if args.loss_floor is None:
+        return args.optimizers or DEFAULT_OPTIMIZERS
+    if args.loss_floor != KNOWN_FLOOR and not math.isfinite(_number(args.loss_floor)):
+        raise BenchError(f"--loss-floor takes a number or {KNOWN_FLOOR}, not {args.loss_floor!r}")
+    taking = [name for name in DEFAULT_OPTIMIZERS.split(",") if optimizers.find(name).floor]
+    return args.optimizers or ",".join(taking)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _grid(args: argparse.Namespace, names: Sequence[str], common: dict[str, Any]) -> list[Any]:
@@ -356,6 +418,56 @@ def _list() -> int:
     for entry in optimizers.OPTIMIZERS.values():
         state = "" if entry.installed() else f"not installed: {entry.install_command}. "
         print(f"  {entry.name:<14} {entry.label:<20} {state}{entry.note}".rstrip())
+    return 0
+
+
+def planned(command: str) -> list[Any]:
+    """The runs that a command `ngn-bench sweep …` does."""
+    from . import optimizers
+
+    parser = argparse.ArgumentParser(prog="ngn-bench")
+    add_subcommands(parser.add_subparsers(required=True))
+    args = parser.parse_args(shlex.split(command)[1:])
+    names = [optimizers.find(name).name for name in swept(args).split(",")]
+    return _grid(args, names, _common_spec(args))
+
+
+DOCUMENTS = ("docs/stability.md", "README.md")
+
+
+def run_summary(args: argparse.Namespace) -> int:
+    """`ngn-bench summary`."""
+    from . import figures, summary
+
+    folder = args.root / "bench" / "results" / "lab"
+    for source in args.keep:
+        added = summary.keep(source / "runs.jsonl", summary.load(folder, planned))
+        print(f"{added} runs of {source} are kept now")
+    kept = summary.load(folder, planned)
+    print_table(summary.summary_table(kept))
+    for sweep in kept:
+        if sweep.missing:
+            print(f"{sweep.title}: {sweep.missing_text()}\n  " + "\n  ".join(sweep.commands))
+    stale = []
+    parts = summary.sections(kept)
+    for path in (args.root / name for name in DOCUMENTS):
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        wanted = summary.replaced(text, parts, path)
+        if wanted != text:
+            stale.append(path)
+            if args.write:
+                path.write_text(wanted, encoding="utf-8")
+                print(f"wrote {path}")
+    if args.write:
+        drawn = {"stability-summary.png": summary.summary_figure(kept)}
+        for sweep in kept:
+            drawn |= summary.pictures(sweep)
+        for name, figure in drawn.items():
+            print(f"picture: {figures.save(figure, args.root / 'docs' / 'images' / name)}")
+    if args.check and stale:
+        names = " and ".join(str(path) for path in stale)
+        print(f"{names} do not match the kept records: run ngn-bench summary --write")
+        return 1
     return 0
 
 

@@ -10,6 +10,7 @@ import functools
 import gzip
 import importlib
 import pickle
+import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,11 +141,33 @@ def _unpickle(path: Path) -> dict[str, Any]:
     return {key.decode() if isinstance(key, bytes) else key: v for key, v in content.items()}
 
 
-def _pickled_images(paths: Sequence[Path], label_key: str) -> Images:
-    batches = [_unpickle(path) for path in paths]
-    for path, batch in zip(paths, batches, strict=True):
-        _require({"data", label_key} <= batch.keys(), path, f"a batch with data and {label_key}")
-    return _stack([(batch["data"], batch[label_key]) for batch in batches])
+def _unzip(path: Path) -> dict[str, Any]:
+    try:
+        with np.load(path) as arrays:
+            return {name: arrays[name] for name in ("data", "labels") if name in arrays}
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+        raise BenchError(f"{path} is not a whole .npz file ({error}): get it again") from error
+
+
+def _pickled_images(path: Path, label_key: str) -> Images:
+    batch = _unpickle(path)
+    _require({"data", label_key} <= batch.keys(), path, f"a batch with data and {label_key}")
+    return _stack([(batch["data"], batch[label_key])])
+
+
+def _same_size(paths: Sequence[Path], parts: Sequence[Images]) -> None:
+    """All files of CIFAR-10 hold as many images: one with fewer was cut short."""
+    most = max(len(part.labels) for part in parts)
+    for path, part in zip(paths, parts, strict=True):
+        if len(part.labels) < most:
+            raise BenchError(
+                f"{path} holds {len(part.labels)} images where another file holds {most}: "
+                "it was cut short, get it again"
+            )
+
+
+def _joined(parts: Sequence[Images]) -> Images:
+    return Images(torch.cat([p.images for p in parts]), torch.cat([p.labels for p in parts]))
 
 
 def _stack(batches: Sequence[tuple[Any, Any]], first_label: int = 0) -> Images:
@@ -156,16 +179,12 @@ def _stack(batches: Sequence[tuple[Any, Any]], first_label: int = 0) -> Images:
     )
 
 
-def _binary_images(paths: Sequence[Path], label_bytes: int) -> Images:
+def _binary_images(path: Path, label_bytes: int) -> Images:
     """CIFAR's binary version: label bytes (the last one counts), then 3072 bytes of image."""
-    batches = []
-    for path in paths:
-        rows = np.fromfile(path, np.uint8)
-        width = label_bytes + 3072
-        _require(rows.size > 0 and rows.size % width == 0, path, f"made of rows of {width} bytes")
-        rows = rows.reshape(-1, width)
-        batches.append((rows[:, label_bytes:], rows[:, label_bytes - 1]))
-    return _stack(batches)
+    rows, width = np.fromfile(path, np.uint8), label_bytes + 3072
+    _require(rows.size > 0 and rows.size % width == 0, path, f"made of rows of {width} bytes")
+    rows = rows.reshape(-1, width)
+    return _stack([(rows[:, label_bytes:], rows[:, label_bytes - 1])])
 
 
 CIFAR_SOURCE = "the CIFAR page of Alex Krizhevsky, University of Toronto (binary or Python version)"
@@ -179,11 +198,11 @@ def cifar10(data_dir: Path) -> Split:
     binary = folder.name == folders[0]
     suffix = ".bin" if binary else ""
 
-    def part(names: Sequence[str]) -> Images:
-        paths = [locate(folder, [name + suffix], CIFAR_SOURCE) for name in names]
-        return _binary_images(paths, 1) if binary else _pickled_images(paths, "labels")
-
-    return Split(part([f"data_batch_{k}" for k in range(1, 6)]), part(["test_batch"]))
+    names = [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]
+    paths = [locate(folder, [name + suffix], CIFAR_SOURCE) for name in names]
+    parts = [_binary_images(p, 1) if binary else _pickled_images(p, "labels") for p in paths]
+    _same_size(paths, parts)
+    return Split(_joined(parts[:-1]), parts[-1])
 
 
 @functools.cache
@@ -194,8 +213,8 @@ def cifar100(data_dir: Path) -> Split:
 
     def part(name: str) -> Images:
         if folder.name == folders[0]:
-            return _binary_images([locate(folder, [f"{name}.bin"], CIFAR_SOURCE)], 2)
-        return _pickled_images([locate(folder, [name], CIFAR_SOURCE)], "fine_labels")
+            return _binary_images(locate(folder, [f"{name}.bin"], CIFAR_SOURCE), 2)
+        return _pickled_images(locate(folder, [name], CIFAR_SOURCE), "fine_labels")
 
     return Split(part("train"), part("test"))
 
@@ -210,7 +229,7 @@ def imagenet32(data_dir: Path) -> Split:
         batches = []
         for name in names:
             path = locate(folder, [name, f"{name}.npz"], source)
-            batch: Any = np.load(path) if path.suffix == ".npz" else _unpickle(path)
+            batch: Any = _unzip(path) if path.suffix == ".npz" else _unpickle(path)
             _require("data" in batch and "labels" in batch, path, "a batch with data and labels")
             batches.append((batch["data"], batch["labels"]))
         return _stack(batches, first_label=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def label(name: str) -> str:
     return optimizers.OPTIMIZERS[name].label
 
 
-ACCURACY_TICKS = (0, 50, 80, 90, 95, 97, 98, 99, 99.5, 99.9)
+ACCURACY_TICKS = (0, 20, 30, 40, 50, 60, 70, 80, 90, 95, 97, 98, 99, 99.5, 99.9)
 
 
 def _accuracy_axis(axis: Any) -> None:
@@ -125,7 +125,7 @@ def score_axis(axis: Any, results: Results, names: Sequence[str] | None = None) 
         margin = 10 ** (0.06 * (math.log10(100 - bottom + 1e-3) - math.log10(100 - top + 1e-3)))
         axis.set_ylim(100 - (100 - bottom) * margin, 100 - max(100 - top, 0.05) / margin)
         low, high = axis.get_ylim()
-        ticks = [tick for tick in ACCURACY_TICKS if low <= tick <= high]
+        ticks = _apart([tick for tick in ACCURACY_TICKS if low <= tick <= high], low, high)
         axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_yticks([], minor=True)
         axis.set_ylabel("test accuracy (%)")
@@ -133,6 +133,16 @@ def score_axis(axis: Any, results: Results, names: Sequence[str] | None = None) 
         axis.set_yscale("log")
         axis.set_ylabel("test perplexity")
         _cap(axis, scores, 1e2)
+
+
+def _apart(ticks: Sequence[float], low: float, high: float) -> list[float]:
+    """Those of the ticks, from the top, that leave room for each other's labels."""
+    kept: list[float] = []
+    height = math.log10((100 - low) / (100.001 - high))
+    for tick in reversed(ticks):
+        if not kept or math.log10((100.001 - tick) / (100.001 - kept[-1])) > 0.08 * height:
+            kept.append(tick)
+    return kept
 
 
 def score_lines(axis: Any, results: Results, names: Sequence[str]) -> None:
@@ -169,7 +179,8 @@ MARKERS = "osD^vPX*"
 
 
 def _lines(axis: Any, results: Results, names: Sequence[str], key: str, worst_at_top: bool) -> None:
-    """Mean over seeds with a band from the worst to the best; a cross where a seed diverged.
+    """Mean over seeds with a band from the worst to the best; a cross where a seed diverged, a gap
+    where a run is missing.
 
     Markers differ, those of later lines are smaller, and every second line is dashed: so lines that
     coincide are all seen.
@@ -177,9 +188,11 @@ def _lines(axis: Any, results: Results, names: Sequence[str], key: str, worst_at
     edge = 0.97 if worst_at_top else 0.03
     for rank, name in enumerate(names):
         colour, marker = COLOURS[name], MARKERS[rank % len(MARKERS)]
-        cells = list(results.cells[name].values())
-        lrs = [cell.lr for cell in cells]
-        values = [[math.nan] if cell.diverged else cell.values(key) for cell in cells]
+        lrs, cells = results.grid(name), results.cells[name]
+        values = [
+            [math.nan] if lr not in cells or cells[lr].diverged else cells[lr].values(key)
+            for lr in lrs
+        ]
         axis.plot(
             lrs,
             [np.mean(seeds) for seeds in values],
@@ -192,7 +205,7 @@ def _lines(axis: Any, results: Results, names: Sequence[str], key: str, worst_at
         if any(len(seeds) > 1 for seeds in values):
             low, high = ([pick(seeds) for seeds in values] for pick in (min, max))
             axis.fill_between(lrs, low, high, color=colour, alpha=0.18, linewidth=0)
-        crosses = [cell.lr for cell in cells if cell.diverged]
+        crosses = [lr for lr, cell in cells.items() if cell.diverged]
         transform = axis.get_xaxis_transform()
         axis.plot(
             crosses, [edge] * len(crosses), "x", color=colour, transform=transform, ms=6, mew=2
@@ -230,13 +243,13 @@ def resilience(results: Results, margin: float) -> Any:
         score.set_title(FAMILY_TITLES[family])
         score.legend(loc="best")
         ranges.set_xscale("log")
-        lrs = [lr for name in names for lr in results.cells[name]]
+        lrs = [lr for name in names for lr in results.grid(name)]
         ranges.set_xlim(min(lrs) / 2, max(lrs) * 6)
         _range_bars(ranges, results, names, margin)
         ranges.set_xlabel("step-size hyper-parameter (c, lr, α₀)")
     text = results.margin_text(margin)
     figure.suptitle(
-        f"{results.task}: final score against the step size. ✕: diverged, ▲: above the picture. "
+        f"{results.title}: final score against the step size. ✕: diverged, ▲: above the picture. "
         f"Bars: within {text} of the optimizer's best, width in decades",
         fontsize=9,
     )
@@ -294,7 +307,7 @@ def curves(results: Results) -> Any:
             score_axis.set_yscale("log")
             score_axis.set_ylabel("test perplexity")
         score_axis.set_xlabel("step")
-    figure.suptitle(f"{results.task}: training at the best step size", fontsize=9)
+    figure.suptitle(f"{results.title}: training at the best step size", fontsize=9)
     return figure
 
 
@@ -339,7 +352,7 @@ def _telemetry_panels(
     figure.legend(handles=handles, title="c, lr or α₀", loc="outside right upper")
     for row_axes in axes:
         _limit_to_typical(row_axes)
-    figure.suptitle(f"{results.task}: {title}", fontsize=9)
+    figure.suptitle(f"{results.title}: {title}", fontsize=9)
     return figure
 
 
@@ -406,13 +419,16 @@ def updates(results: Results) -> Any | None:
     )
 
 
+FIGURES: dict[str, Callable[[Results, float], Any | None]] = {
+    "resilience": resilience,
+    "curves": lambda results, margin: curves(results),
+    "step-sizes": lambda results, margin: step_sizes(results),
+    "layer-step-sizes": lambda results, margin: layer_step_sizes(results),
+    "updates": lambda results, margin: updates(results),
+}
+
+
 def all_figures(results: Results, margin: float) -> dict[str, Any]:
     """All figures that these results have, by file name."""
-    drawn = {
-        "resilience": resilience(results, margin),
-        "curves": curves(results),
-        "step-sizes": step_sizes(results),
-        "layer-step-sizes": layer_step_sizes(results),
-        "updates": updates(results),
-    }
+    drawn = {name: draw(results, margin) for name, draw in FIGURES.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}

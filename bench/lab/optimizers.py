@@ -40,6 +40,8 @@ class Entry:
     make: Make
     family: str
     needs_loss: bool = False
+    floor: str = ""
+    """The attribute that holds the lower bound of its loss, if it takes one."""
     module: str | None = None
     package: str | None = None
     note: str = ""
@@ -105,19 +107,25 @@ def _both_betas(betas: Betas) -> dict[str, Any]:
 def _entries() -> Iterable[Entry]:
     """All optimizers in the order in which tables show them."""
     gradient, coordinate = GRIDS
-    momo: dict[str, Any] = {"needs_loss": True, "module": "momo", "package": "momo-opt"}
+    ngn: dict[str, Any] = {"needs_loss": True, "floor": "loss_floor"}
+    momo: dict[str, Any] = {
+        "needs_loss": True,
+        "floor": "lb",
+        "module": "momo",
+        "package": "momo-opt",
+    }
     momsps: dict[str, Any] = {"needs_loss": True, "module": "momsps", "package": "MomSPS"}
     extra: dict[str, Any] = {"module": "pytorch_optimizer", "package": "pytorch_optimizer"}
 
-    yield Entry("ngn", "NGN", _ngn("NGN", _no_betas), gradient, True)
-    yield Entry("ngn-m", "NGN-M", _ngn("NGNM", lambda b: {"momentum": b[0]}), gradient, True)
+    yield Entry("ngn", "NGN", _ngn("NGN", _no_betas), gradient, **ngn)
+    yield Entry("ngn-m", "NGN-M", _ngn("NGNM", lambda b: {"momentum": b[0]}), gradient, **ngn)
     rms_ngnd = _ngn("NGND", lambda b: {"beta2": b[1]}, preconditioner="rms")
-    yield Entry("ngn-d", "NGN-D", rms_ngnd, coordinate, True)
-    yield Entry("ngn-d-plain", "NGN-D (no RMS)", _ngn("NGND", _no_betas), gradient, True)
-    yield Entry("ngn-mdv1", "NGN-MDv1", _ngn("NGNMDv1", _both_betas), coordinate, True)
-    yield Entry("ngn-mdv2", "NGN-MDv2", _ngn("NGNMDv2", _both_betas), coordinate, True)
-    yield Entry("dec-ngn-mdv1", "Dec-NGN-MDv1", _ngn("DecNGNMDv1", _both_betas), coordinate, True)
-    yield Entry("ngn-mdv1w", "NGN-MDv1W", _ngn("NGNMDv1W", _both_betas), coordinate, True)
+    yield Entry("ngn-d", "NGN-D", rms_ngnd, coordinate, **ngn)
+    yield Entry("ngn-d-plain", "NGN-D (no RMS)", _ngn("NGND", _no_betas), gradient, **ngn)
+    yield Entry("ngn-mdv1", "NGN-MDv1", _ngn("NGNMDv1", _both_betas), coordinate, **ngn)
+    yield Entry("ngn-mdv2", "NGN-MDv2", _ngn("NGNMDv2", _both_betas), coordinate, **ngn)
+    yield Entry("dec-ngn-mdv1", "Dec-NGN-MDv1", _ngn("DecNGNMDv1", _both_betas), coordinate, **ngn)
+    yield Entry("ngn-mdv1w", "NGN-MDv1W", _ngn("NGNMDv1W", _both_betas), coordinate, **ngn)
     yield Entry("ngn-ver2", "NGN Ver. 2", _without_decay(baselines.NGNVer2), gradient, True)
 
     yield Entry("sgd", "SGD", _torch("SGD", _no_betas), gradient)
@@ -126,7 +134,7 @@ def _entries() -> Iterable[Entry]:
     yield Entry("sgdm-zero", "SGDM (zero buffer)", _without_decay(baselines.SGDM), gradient)
     yield Entry("momo", "Momo", baselines.momo, gradient, **momo)
     yield Entry("momsps", "MomSPS", _without_decay(baselines.momsps), gradient, **momsps)
-    yield Entry("alr-smag", "ALR-SMAG", _without_decay(baselines.ALRSMAG), gradient, True)
+    yield Entry("alr-smag", "ALR-SMAG", _without_decay(baselines.ALRSMAG), gradient, **ngn)
 
     yield Entry("adam", "Adam", _torch("Adam", _both_betas), coordinate)
     yield Entry("adamw", "AdamW", _torch("AdamW", _both_betas), coordinate)
@@ -161,12 +169,18 @@ def make(
     lr: float,
     betas: Betas = (0.9, 0.999),
     weight_decay: float = 0.0,
+    loss_floor: float = 0.0,
 ) -> Optimizer:
     """Build the optimizer `name`; momentum methods take `betas[0]`."""
     entry = find(name)
     if not entry.installed():
         raise BenchError(f"{entry.label} is not installed; get it with: {entry.install_command}")
-    return entry.make(params, lr, betas, weight_decay)
+    optimizer = entry.make(params, lr, betas, weight_decay)
+    if loss_floor:
+        if not entry.floor:
+            raise BenchError(f"{entry.label} takes no loss floor: leave it out of --optimizers")
+        setattr(optimizer, entry.floor, loss_floor)
+    return optimizer
 
 
 def step(name: str, optimizer: Optimizer, loss: Tensor | float) -> None:

@@ -6,7 +6,8 @@ A task of one's own returns a `Classification`, or another subclass of `Problem`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,12 @@ class Problem:
     autocast: torch.dtype | None = None
     watch: tuple[str, ...] = ()
     """Names of the parameters whose step size and update are followed."""
+    version = 1
+    """Raised when a task changes so that its earlier runs no longer compare with new ones."""
+    loss_floor = 0.0
+    """A bound that the loss of no batch falls below."""
+    channels_last = False
+    """On a CPU, keep the weights of convolutions in the order that is faster there."""
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         self.model = model
@@ -80,6 +87,22 @@ class Problem:
     def evaluate(self) -> Evaluation:
         """Loss and score on the held-out data; the model is in evaluation mode."""
         raise NotImplementedError
+
+    def data(self) -> Iterable[Tensor]:
+        """The tensors that the runs learn from and are scored on, if they are at hand."""
+        return ()
+
+    def held_out_batches(self) -> float:
+        """How many training batches the held-out data would make; 0 if that is not known."""
+        return 0.0
+
+    def checksum(self) -> str:
+        """Tells data sets apart; of bytes and integers alone, which no rounding changes."""
+        checksum = 0
+        for tensor in self.data():
+            if not tensor.is_floating_point():
+                checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
+        return f"{checksum:08x}"
 
     @property
     def device(self) -> torch.device:
@@ -103,6 +126,9 @@ class Classification(Problem):
 
     `prepare(inputs, training)` turns a batch of stored inputs into what the model takes.
     """
+
+    label_smoothing = 0.0
+    """In training alone, this share of each label is spread over all classes."""
 
     def __init__(
         self,
@@ -133,11 +159,18 @@ class Classification(Problem):
 
     def loss(self, batch: Batch) -> Tensor:
         inputs, labels = batch
-        return F.cross_entropy(self.model(self.prepare(inputs, True)), labels)
+        logits = self.model(self.prepare(inputs, True))
+        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+
+    def data(self) -> Iterable[Tensor]:
+        return (*self.train, *self.test)
+
+    def held_out_batches(self) -> float:
+        return len(self.test[1]) / self.batch_size
 
     def held_out(self) -> Iterator[Batch]:
-        """The held-out data in batches."""
-        yield from zip(self.test[0].split(1000), self.test[1].split(1000), strict=True)
+        """The held-out data in batches, small enough for a CPU's caches."""
+        yield from zip(self.test[0].split(128), self.test[1].split(128), strict=True)
 
     def evaluate(self) -> Evaluation:
         loss = correct = count = 0.0
@@ -166,6 +199,12 @@ class FolderClassification(Classification):
         self.folders = (train, test)
         self.workers = workers
         self._plan(model, len(train), epochs, batch_size, prepare)
+
+    def data(self) -> Iterable[Tensor]:
+        return ()
+
+    def held_out_batches(self) -> float:
+        return len(self.folders[1]) / self.batch_size
 
     def batches(self, generator: torch.Generator) -> Iterator[Batch]:
         loader = torch.utils.data.DataLoader(
@@ -208,6 +247,13 @@ class LanguageModel(Problem):
         self.batch_size = batch_size
         self.context = min(context, len(text.held_out) - 1)
         self.held_out_tokens = held_out_tokens
+
+    def data(self) -> Iterable[Tensor]:
+        return self.text.train, self.text.held_out[: self.held_out_tokens + 1]
+
+    def held_out_batches(self) -> float:
+        tokens = min(self.held_out_tokens, len(self.text.held_out) - 1)
+        return tokens / self.context / self.batch_size
 
     def batches(self, generator: torch.Generator) -> Iterator[Batch]:
         offsets = torch.arange(self.context + 1)
@@ -262,6 +308,12 @@ class RecurrentLanguageModel(Problem):
         super().__init__(model, _steps(epochs, per_epoch))
         self.chunk = chunk
         self.states: States = {}
+
+    def data(self) -> Iterable[Tensor]:
+        return self.columns, self.test_columns
+
+    def held_out_batches(self) -> float:
+        return self.test_columns.numel() / self.columns.shape[0] / self.chunk
 
     @staticmethod
     def _in_columns(tokens: Tensor, count: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..report import Column, Table
 from . import optimizers
 from .paper import paper_scores
 from .tasks import Scale
+from .train import EARLY
 
 Run = dict[str, Any]
 
@@ -89,14 +90,22 @@ class Range:
 
 
 class Results:
-    """The runs of one task, by optimizer and step size."""
+    """The runs of one task, by optimizer and step size.
 
-    def __init__(self, runs: Iterable[Run]) -> None:
+    `planned` holds the step sizes of each optimizer's whole grid, if some of it may be missing.
+    """
+
+    def __init__(
+        self, runs: Iterable[Run], planned: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
         runs = list(runs)
+        self.planned = planned or {}
         if not runs:
             raise ValueError("no runs to show")
         self.metric: str = runs[0]["metric"]
         self.task: str = runs[0]["spec"]["task"]
+        floor = runs[0]["spec"]["options"].get("loss_floor")
+        self.title = self.task + (f", loss floor {floor}" if floor else "")
         self.runs = runs
         grouped: dict[str, dict[float, list[Run]]] = {}
         for run in runs:
@@ -129,8 +138,9 @@ class Results:
         return {family: names for family, names in members.items() if names}
 
     def best(self, name: str) -> Cell | None:
-        """The step size with the best mean score; None if the optimizer diverged at all of them."""
-        finite = [cell for cell in self.cells[name].values() if math.isfinite(cell.mean)]
+        """The step size with the best mean score; None if no run of the optimizer has one."""
+        cells = self.cells.get(name, {})
+        finite = [cell for cell in cells.values() if math.isfinite(cell.mean)]
         pick = max if self.higher_is_better else min
         return pick(finite, key=lambda cell: cell.mean, default=None)
 
@@ -149,17 +159,37 @@ class Results:
         best = self.best(name)
         if best is None:
             return None
-        cells = list(self.cells[name].values())
+        cells = self.cells[name]
         wanted = best.mean if reference is None else reference
-        good = [self._good(cell.mean, wanted, margin) for cell in cells]
-        first = last = cells.index(best)
-        if not good[first]:
+        if not self._good(best.mean, wanted, margin):
             return None
-        while first > 0 and good[first - 1]:
-            first -= 1
-        while last < len(cells) - 1 and good[last + 1]:
-            last += 1
-        return Range(cells[first].lr, cells[last].lr, first == 0, last == len(cells) - 1)
+        grid = self.grid(name)
+
+        def end(direction: int) -> tuple[float, bool]:
+            """The last good step size on one side, and whether nothing beyond it is known."""
+            place = grid.index(best.lr)
+            while True:
+                beyond = place + direction
+                if not 0 <= beyond < len(grid) or grid[beyond] not in cells:
+                    return grid[place], True
+                if not self._good(cells[grid[beyond]].mean, wanted, margin):
+                    return grid[place], False
+                place = beyond
+
+        (low, open_low), (high, open_high) = end(-1), end(1)
+        return Range(low, high, open_low, open_high)
+
+    def grid(self, name: str) -> list[float]:
+        """The optimizer's step sizes, those whose runs are missing among them."""
+        return sorted({*self.cells.get(name, ()), *self.planned.get(name, ())})
+
+    def best_is_sure(self, name: str) -> bool:
+        """Whether the step sizes next to the best one are there as well."""
+        best, grid = self.best(name), self.grid(name)
+        if best is None:
+            return False
+        place = grid.index(best.lr)
+        return all(lr in self.cells[name] for lr in grid[max(0, place - 1) : place + 2])
 
     def at_multiple(self, name: str, factor: float) -> str:
         """The score at `factor` times the best step size, if the sweep has it."""
@@ -203,7 +233,7 @@ def range_table(results: Results, margin: float) -> Table:
     notes = [f"{entry.label}: {entry.note}." for entry in entries if entry.note]
     caption = " ".join([caption, *notes, skipped_note(results.runs)]).strip()
     return _table(
-        f"{results.task}: how wide the range of good step sizes is", columns, rows, caption
+        f"{results.title}: how wide the range of good step sizes is", columns, rows, caption
     )
 
 
@@ -216,13 +246,13 @@ def _paper_text(score: tuple[float, float | None] | None) -> str:
 
 def grid_table(results: Results, names: Sequence[str]) -> Table:
     """Mean score ± deviation of each optimizer at each step size."""
-    lrs = sorted({lr for name in names for lr in results.cells[name]})
+    lrs = sorted({lr for name in names for lr in results.grid(name)})
     rows = []
     for name in names:
-        cells = results.cells[name]
-        scores = [str(cells[lr]) if lr in cells else "" for lr in lrs]
+        cells, planned = results.cells[name], results.planned.get(name, ())
+        scores = [str(cells[lr]) if lr in cells else "–" * (lr in planned) for lr in lrs]
         rows.append([optimizers.OPTIMIZERS[name].label, *scores])
-    title = f"{results.task}: final {results.metric} by step size"
+    title = f"{results.title}: final {results.metric} by step size"
     runs = [run for name in names for cell in results.cells[name].values() for run in cell.runs]
     return _table(title, ["optimizer", *(f"{lr:g}" for lr in lrs)], rows, skipped_note(runs))
 
@@ -231,6 +261,51 @@ def _table(title: str, columns: Sequence[str], rows: list[list[str]], caption: s
     """A table whose first column is text and whose others are numbers."""
     headings = [Column(text, right=index > 0) for index, text in enumerate(columns)]
     return Table(title, headings, [*rows], caption)
+
+
+BOUNDED = ("ngn-m", "momo", "ngn-mdv1", "momo-adam")
+
+
+def bound_table(results: Results, names: Sequence[str]) -> Table | None:
+    """How often a step size is at its bound: then NGN-M and Momo are SGDM, and the others Adam."""
+    names = [name for name in names if name in BOUNDED]
+    lrs = sorted({lr for name in names for lr in results.cells[name]})
+    rows = []
+    for name in names:
+        row = [optimizers.OPTIMIZERS[name].label]
+        for lr in lrs:
+            cell = results.cells[name].get(lr)
+            shares = () if cell is None else bound_shares(cell.runs[0])
+            row.append(" / ".join("–" if s is None else f"{100 * s:.0f}" for s in shares) or "–")
+        rows.append(row)
+    if not rows:
+        return None
+    title = f"{results.title}: per cent of steps at the bound, first {EARLY} / later"
+    caption = (
+        f"At the bound: at least {AT_BOUND:g} of c, or of α₀ (Momo-Adam: α₀ / (1 − β₁ᵗ)). "
+        "Of the steps that were looked at, first seed."
+    )
+    return _table(title, ["at the bound, %", *(f"{lr:g}" for lr in lrs)], rows, caption)
+
+
+AT_BOUND = 0.99
+
+
+def bound_shares(run: Run) -> tuple[float | None, float | None]:
+    """The share of steps at the bound among the first ones and among the later ones."""
+    telemetry = run["telemetry"]
+    if "at_bound" in telemetry:
+        early, later = telemetry["at_bound"]
+        return early, later
+    spec = run["spec"]
+    beta1 = (spec["betas"] or (0.9,))[0] if spec["optimizer"] == "momo-adam" else 0.0
+    parts: tuple[list[bool], list[bool]] = ([], [])
+    for step, size in zip(telemetry["step"], telemetry["step_size"], strict=True):
+        if size is not None:
+            bound = spec["lr"] / (1 - beta1**step)
+            parts[step > EARLY].append(size >= AT_BOUND * bound)
+    early, later = (statistics.fmean(part) if part else None for part in parts)
+    return early, later
 
 
 def tables(results: Results, margin: float) -> list[Table]:

@@ -29,6 +29,7 @@ from typing import Any
 from ..errors import BenchError
 from ..report import progress_bar
 from . import train
+from .forecast import Forecast, Measured, announcement, measure, spoken
 from .tasks import describe
 from .train import Machine, RunSpec
 
@@ -63,19 +64,27 @@ class Record:
 
     @contextmanager
     def writer(self) -> Iterator[Callable[[Run], None]]:
-        """A function that appends one run and returns when it is on the disk."""
+        """A function that appends one run and returns when it is on the disk, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
+        with self.path.open("a+b", buffering=0) as file:
             _lock(file.fileno(), self.path)
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
 
             def append(run: Run) -> None:
-                file.write(json.dumps(run, allow_nan=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+                end = file.seek(0, os.SEEK_END)
+                line = json.dumps(run, allow_nan=False).encode() + b"\n"
+                if end > 0:
+                    file.seek(-1, os.SEEK_END)
+                    line = b"\n" * (file.read(1) != b"\n") + line
+                try:
+                    while line:
+                        line = line[file.write(line) :]
+                    os.fsync(file.fileno())
+                except OSError as error:
+                    file.truncate(end)
+                    raise BenchError(
+                        f"cannot write {self.path}: {error.strerror}. The finished runs are kept: "
+                        "make room, and the same command goes on from there"
+                    ) from error
 
             yield append
 
@@ -92,26 +101,47 @@ def _lock(descriptor: int, path: Path) -> None:
         raise BenchError(f"another sweep is writing {path}: wait for it, or use --out") from error
 
 
+def require_one_problem(runs: Iterable[Run], new: tuple[RunSpec, Run] | None = None) -> None:
+    """Refuse runs of one task that were done on different versions of it, or on other data.
+
+    `new` is what the runs to come will say of themselves. Older records say less; what they do not
+    say is not compared.
+    """
+    seen: dict[tuple[Any, ...], tuple[Any, RunSpec]] = {}
+    facts = [(RunSpec.from_json(run["spec"]), run) for run in runs]
+    for spec, fact in [*facts, *([new] if new else [])]:
+        for key in train.IDENTITY:
+            seed = spec.seed if key == "data" else None
+            place = (key, spec.task, spec.scale, spec.options, spec.files, seed)
+            value = fact.get(key)
+            if value is None:
+                continue
+            known, first = seen.setdefault(place, (value, spec))
+            if known != value:
+                raise BenchError(
+                    f"{spec.task} changed: {first.optimizer} at {first.lr:g} was run with {key} "
+                    f"{known}, {spec.optimizer} at {spec.lr:g} has {value}. They do not compare: "
+                    "choose another --out; the finished runs stay where they are"
+                )
+
+
 @contextmanager
-def _progress(total: int, already_done: int) -> Iterator[Callable[[Run], None]]:
+def _progress(forecast: Forecast, total: int) -> Iterator[Callable[[Run], None]]:
     """Told of each finished run: a bar on a terminal, a line now and then elsewhere."""
     terminal = sys.stderr.isatty()
-    began = said = time.monotonic()
+    said = time.monotonic()
     done = 0
 
     def tell(run: Run) -> None:
         nonlocal done, said
         done += 1
-        spec, now = run["spec"], time.monotonic()
+        spec, now, left = run["spec"], time.monotonic(), spoken(forecast.left())
         outcome = "diverged" if run["status"] == "diverged" else f"{run['curve'][-1]['score']:.2f}"
-        left = (now - began) / done * (total - done)
-        show(done / total, f"{spec['optimizer']} at {spec['lr']:g}: {outcome}, {left:.0f} s left")
+        show(done / total, f"{spec['optimizer']} at {spec['lr']:g}: {outcome}, {left} left")
         if not terminal and (now - said >= 20 or done == total):
             said = now
-            print(f"{done}/{total} runs, about {left:.0f} s left", file=sys.stderr, flush=True)
+            print(f"{done}/{total} runs, about {left} left", file=sys.stderr, flush=True)
 
-    if already_done:
-        print(f"{already_done} runs are in the record already", file=sys.stderr)
     with progress_bar(f"{total} runs") as show:
         yield tell
 
@@ -124,21 +154,67 @@ def sweep(
     Runs are done seed by seed, so that a sweep stopped early still shows every step size.
     """
     wanted = sorted(dict.fromkeys(specs), key=lambda spec: spec.seed)
-    failures: list[tuple[RunSpec, str]] = []
+    asked = set(wanted)
     with record.writer() as append:
-        done = {RunSpec.from_json(run["spec"]) for run in record.read()}
+        kept = [run for run in record.read() if _belongs(run, wanted)]
+        done = {RunSpec.from_json(run["spec"]) for run in kept}
+        require_one_problem(kept)
         missing = [spec for spec in wanted if spec not in done]
-        with _progress(len(missing), len(wanted) - len(missing)) as tell:
-            for spec, outcome in _execute(missing, machine, min(processes, len(missing))):
+        if done & asked:
+            print(f"{len(done & asked)} runs are in the record already", file=sys.stderr)
+        if missing:
+            _do(missing, kept, append, machine, min(processes, len(missing)))
+    return [run for run in record.read() if RunSpec.from_json(run["spec"]) in asked]
+
+
+def _belongs(run: Run, wanted: Sequence[RunSpec]) -> bool:
+    """Whether a run is of the same task, scale, options and files."""
+    spec = RunSpec.from_json(run["spec"])
+    one = wanted[0]
+    same = (one.task, one.scale, one.options, one.files)
+    return (spec.task, spec.scale, spec.options, spec.files) == same
+
+
+def _do(
+    missing: Sequence[RunSpec],
+    kept: Sequence[Run],
+    append: Callable[[Run], None],
+    machine: Machine,
+    processes: int,
+) -> None:
+    """Say how long it will take, then do the runs and record each as it is finished."""
+    failures: list[tuple[RunSpec, str]] = []
+    with _workers(processes) as pool:
+        measured = _measured(pool, missing, machine)
+        require_one_problem(kept, (missing[0], measured.identity))
+        forecast = Forecast(missing, measured.seconds, processes)
+        if measured.identity:
+            print(announcement(forecast, missing[0], machine.threads), file=sys.stderr, flush=True)
+        with _progress(forecast, len(missing)) as tell:
+            for spec, outcome in _execute(pool, missing, machine, processes):
                 if isinstance(outcome, str):
                     failures.append((spec, outcome))
+                    forecast.finish(spec, None)
                     continue
                 append(outcome)
+                forecast.finish(spec, outcome)
                 tell(outcome)
     if failures:
         raise _failed(failures, len(missing))
-    asked = set(wanted)
-    return [run for run in record.read() if RunSpec.from_json(run["spec"]) in asked]
+
+
+def _measured(
+    pool: ProcessPoolExecutor | None, specs: Sequence[RunSpec], machine: Machine
+) -> Measured:
+    """Times from a worker, which keeps the data that it read; none if the task fails."""
+    try:
+        if pool is None:
+            return measure(specs, machine)
+        return pool.submit(measure, specs, machine).result()
+    except (BenchError, BrokenExecutor):
+        raise
+    except Exception:  # the runs themselves will say what is wrong
+        return Measured(dict.fromkeys((spec.optimizer for spec in specs), 0.0), {})
 
 
 def _failed(failures: Sequence[tuple[RunSpec, str]], total: int) -> BenchError:
@@ -152,25 +228,16 @@ def _failed(failures: Sequence[tuple[RunSpec, str]], total: int) -> BenchError:
 Outcome = tuple[RunSpec, Run | str]
 
 
-def _execute(specs: Sequence[RunSpec], machine: Machine, processes: int) -> Iterator[Outcome]:
-    """Runs, or what went wrong with them, as they come."""
+@contextmanager
+def _workers(processes: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Processes to run in; None to run in this one."""
     if processes <= 1:
-        for spec in specs:
-            yield spec, _attempt(spec, machine)
+        yield None
         return
     context = multiprocessing.get_context("spawn")
-    waiting = deque(specs)
-    pending: dict[Future[Run | str], RunSpec] = {}
     with ProcessPoolExecutor(processes, context, _follow_parent) as pool:
         try:
-            while True:
-                while waiting and len(pending) < 2 * processes:
-                    spec = waiting.popleft()
-                    pending[pool.submit(_attempt, spec, machine)] = spec
-                if not pending:
-                    return
-                for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                    yield pending.pop(future), future.result()
+            yield pool
         except BrokenExecutor as error:
             raise BenchError(
                 "a worker process was killed, perhaps for want of memory: use fewer --processes. "
@@ -180,6 +247,24 @@ def _execute(specs: Sequence[RunSpec], machine: Machine, processes: int) -> Iter
             for child in multiprocessing.active_children():
                 child.terminate()
             raise
+
+
+def _execute(
+    pool: ProcessPoolExecutor | None, specs: Sequence[RunSpec], machine: Machine, processes: int
+) -> Iterator[Outcome]:
+    """Runs, or what went wrong with them, as they come."""
+    if pool is None:
+        for spec in specs:
+            yield spec, _attempt(spec, machine)
+        return
+    waiting = deque(specs)
+    pending: dict[Future[Run | str], RunSpec] = {}
+    while waiting or pending:
+        while waiting and len(pending) < 2 * processes:
+            spec = waiting.popleft()
+            pending[pool.submit(_attempt, spec, machine)] = spec
+        for future in wait(pending, return_when=FIRST_COMPLETED).done:
+            yield pending.pop(future), future.result()
 
 
 def _follow_parent() -> None:

@@ -24,6 +24,12 @@ from .tasks import Scale, Setup, find_task
 
 SAMPLES = 100
 """About how often a run looks at its step sizes and updates."""
+EARLY = 50
+"""So many first steps are all looked at: step sizes change most there."""
+
+
+KNOWN_FLOOR = "known"
+"""As `--loss-floor`: the lower bound of the loss that the task itself gives."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def _environment(device: str, threads: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -86,15 +92,9 @@ def _threads(count: int) -> Iterator[None]:
 def run(spec: RunSpec, machine: Machine) -> dict[str, Any]:
     """Train once. A run that diverges ends early and says so; it is a result like any other."""
     start = time.perf_counter()
-    with _threads(machine.threads):
-        problem = _build(spec, machine)
-        optimizer = optimizers.make(
-            spec.optimizer,
-            problem.model.parameters(),
-            spec.lr,
-            spec.betas or problem.betas,
-            spec.weight_decay,
-        )
+    with threads(machine.threads):
+        problem = build(spec, machine)
+        optimizer = make_optimizer(spec, problem)
         training = Training(problem, optimizer, spec, machine.micro_batch)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -105,12 +105,10 @@ def run(spec: RunSpec, machine: Machine) -> dict[str, Any]:
         "spec": spec.as_json(),
         "status": "finished" if training.diverged_at is None else "diverged",
         "diverged_at": training.diverged_at,
-        "metric": problem.metric,
-        "steps": problem.steps,
         "curve": training.curve,
         "telemetry": training.telemetry,
         "skipped_steps": None if skipped is None else int(skipped),
-        "parameters": sum(p.numel() for p in problem.model.parameters()),
+        **identity(problem),
         "seconds": round(time.perf_counter() - start, 3),
         "command": list(machine.command),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -118,7 +116,37 @@ def run(spec: RunSpec, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _build(spec: RunSpec, machine: Machine) -> Problem:
+IDENTITY = ("metric", "steps", "parameters", "version", "data")
+
+
+def identity(problem: Problem) -> dict[str, Any]:
+    """What a run says of its problem: runs of one task, scale and seed agree on all of it."""
+    values = (
+        problem.metric,
+        problem.steps,
+        sum(p.numel() for p in problem.model.parameters()),
+        problem.version,
+        problem.checksum(),
+    )
+    return dict(zip(IDENTITY, values, strict=True))
+
+
+def make_optimizer(spec: RunSpec, problem: Problem) -> Optimizer:
+    """The spec's optimizer of the problem's model."""
+    given = dict(spec.options).get("loss_floor", "0")
+    if given == KNOWN_FLOOR and not problem.loss_floor:
+        raise BenchError(f"{spec.task} knows no loss floor but 0: give --loss-floor a number")
+    return optimizers.make(
+        spec.optimizer,
+        problem.model.parameters(),
+        spec.lr,
+        spec.betas or problem.betas,
+        spec.weight_decay,
+        problem.loss_floor if given == KNOWN_FLOOR else float(given),
+    )
+
+
+def build(spec: RunSpec, machine: Machine) -> Problem:
     """The task's problem, seeded, on its device."""
     torch.manual_seed(spec.seed)
     setup = Setup(
@@ -135,6 +163,8 @@ def _build(spec: RunSpec, machine: Machine) -> Problem:
             "such as ngn_bench.lab.Classification"
         )
     problem.model.to(machine.device)
+    if problem.channels_last and problem.device.type == "cpu":
+        problem.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if "steps" in setup.options:
         problem.steps = int(setup.options["steps"])
     return problem
@@ -155,9 +185,10 @@ class Training:
     """The training loop and what it notes down.
 
     `curve` holds, per evaluation, the mean training loss since the last one and the held-out loss
-    and score. `telemetry` holds, per sample, the step size γ, and for each watched parameter the
-    median and the mean of γ/D and the norm of the update. (The paper plots the mean, which in a
-    network with ReLUs is decided by the few coordinates that hardly ever see a gradient.)
+    and score. `telemetry` holds, per sample, the batch's loss, the step size γ, and for each
+    watched parameter the median and the mean of γ/D and the norm of the update. (The paper plots
+    the mean, which in a network with ReLUs is decided by the few coordinates that hardly ever see a
+    gradient.)
     """
 
     def __init__(
@@ -177,6 +208,7 @@ class Training:
         self.watched = {name: named[name] for name in problem.watch}
         self.telemetry: dict[str, Any] = {
             "step": [],
+            "loss": [],
             "step_size": [],
             "layers": {
                 name: {"step_size": [], "step_size_mean": [], "update": []} for name in self.watched
@@ -186,7 +218,7 @@ class Training:
     def run(self) -> None:
         """Train to the end, or until a number overflows."""
         problem = self.problem
-        samples = _spread(SAMPLES, problem.steps)
+        samples = _spread(SAMPLES, problem.steps) | set(range(1, EARLY + 1))
         evaluations = _spread(problem.evaluations, problem.steps)
         batches = problem.batches(torch.Generator().manual_seed(self.spec.seed))
         losses: list[float] = []
@@ -234,12 +266,13 @@ class Training:
         except ArithmeticError:
             return False
         if sample:
-            self.note(before)
+            self.note(float(loss), before)
         return True
 
-    def note(self, before: dict[str, Tensor]) -> None:
-        """Add the last step's sizes to the telemetry."""
+    def note(self, loss: float, before: dict[str, Tensor]) -> None:
+        """Add the last step's loss and sizes to the telemetry."""
         self.telemetry["step"].append(self.step)
+        self.telemetry["loss"].append(loss)
         self.telemetry["step_size"].append(_finite(optimizers.step_size(self.optimizer)))
         for name, p in self.watched.items():
             sizes = optimizers.coordinate_step_sizes(self.spec.optimizer, self.optimizer, p)

@@ -1,0 +1,321 @@
+"""What the kept records say, over all tasks: one table, one picture, and what is still missing.
+
+`sweeps.json` in the folder of kept records lists the sweeps: a title, the folder of the record, the
+commands that make it, the pictures that the docs show. The commands say which runs there should be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import BenchError
+from ..report import Column, Table, markdown_table
+from . import figures
+from .results import Results, bound_shares, bound_table, grid_table, number
+from .sweep import Record, require_one_problem
+from .train import RunSpec
+
+Run = dict[str, Any]
+
+NAMES = ("ngn-m", "sgdm", "momo", "ngn-mdv1", "adam", "momo-adam")
+PAIRS = (("ngn-m", "sgdm", "momo"), ("ngn-mdv1", "adam", "momo-adam"))
+UNSURE = "*"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A sweep whose record is kept: what was asked for, and what is there."""
+
+    title: str
+    folder: Path
+    commands: tuple[str, ...]
+    pictures: tuple[str, ...]
+    wanted: tuple[RunSpec, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def missing(self) -> list[RunSpec]:
+        done = {RunSpec.from_json(run["spec"]) for run in self.runs}
+        return [spec for spec in self.wanted if spec not in done]
+
+    @property
+    def results(self) -> Results | None:
+        """None before the first run."""
+        planned: dict[str, list[float]] = {}
+        for spec in self.wanted:
+            planned.setdefault(spec.optimizer, []).append(spec.lr)
+        return Results(self.runs, planned) if self.runs else None
+
+    def missing_text(self) -> str:
+        """How many runs are missing, and which."""
+        steps: dict[str, list[float]] = {}
+        for spec in self.missing:
+            steps.setdefault(figures.label(spec.optimizer), []).append(spec.lr)
+        which = "; ".join(
+            f"{name} at {', '.join(f'{lr:g}' for lr in sorted(set(lrs)))}"
+            for name, lrs in steps.items()
+        )
+        return f"{len(self.missing)} of {len(self.wanted)} runs are missing: {which}"
+
+
+def load(folder: Path, planned: Callable[[str], Sequence[RunSpec]]) -> list[Kept]:
+    """All kept sweeps; `planned` turns a command into the runs that it does."""
+    path = folder / "sweeps.json"
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise BenchError(f"{path} is not JSON: {error}") from None
+    kept = []
+    for entry in entries:
+        wanted = [spec for command in entry["commands"] for spec in planned(command)]
+        asked = set(wanted)
+        record = Record(folder / entry["folder"] / "runs.jsonl")
+        runs = [run for run in record.read() if RunSpec.from_json(run["spec"]) in asked]
+        require_one_problem(runs)
+        kept.append(
+            Kept(
+                entry["title"],
+                folder / entry["folder"],
+                tuple(entry["commands"]),
+                tuple(entry["pictures"]),
+                tuple(dict.fromkeys(wanted)),
+                tuple(runs),
+            )
+        )
+    return kept
+
+
+def _row(results: Results | None, name: str) -> list[str]:
+    """Best score, its step size, decades, and the scores at 10 and 100 times the step size."""
+    best = results.best(name) if results is not None else None
+    if results is None or best is None:
+        tried = results is not None and name in results.cells
+        return ["diverged" if tried else "–", "–", "–", "–", "–"]
+    found = results.good_range(name, results.default_margin)
+    mark = "" if results.best_is_sure(name) else UNSURE
+    assert found is not None
+    return [
+        number(best.mean) + mark,
+        f"{best.lr:g}",
+        found.width,
+        *(results.at_multiple(name, factor) for factor in (10, 100)),
+    ]
+
+
+def summary_table(kept: Sequence[Kept]) -> Table:
+    """Six optimizers on every task."""
+    rows = []
+    for sweep in kept:
+        results = sweep.results
+        names = [name for name in NAMES if any(s.optimizer == name for s in sweep.wanted)]
+        for name in names:
+            title = sweep.title if name == names[0] else ""
+            rows.append([title, figures.label(name), *_row(results, name)])
+    headings = ["task", "optimizer", "best", "at lr", "decades", "at 10× lr", "at 100× lr"]
+    columns = [Column(text, right=index > 1) for index, text in enumerate(headings)]
+    caption = (
+        "best: accuracy in per cent, or perplexity on Shakespeare, after the last step; decades: the "
+        "width of the range of step sizes around the best one that stay within 0.5 points of "
+        "accuracy, or 5 % of perplexity; ≥: the range may go on where no runs are; –: no run."
+    )
+    if any(UNSURE in row[2] for row in rows):
+        caption += f" {UNSURE}: a step size next to it has no run yet, and may be better."
+    return Table("Six optimizers on all tasks", columns, rows, caption)
+
+
+def decades_table(kept: Sequence[Kept]) -> Table:
+    """The widths alone: a row per task, a column per optimizer."""
+    rows = []
+    for sweep in kept:
+        widths = [_row(sweep.results, name)[2] for name in NAMES]
+        rows.append([sweep.title + f" {UNSURE}" * bool(sweep.missing), *widths])
+    columns = [Column("task", right=False), *(Column(figures.label(name)) for name in NAMES)]
+    caption = "≥: the range may go on where no runs are; –: no run."
+    if any(sweep.missing for sweep in kept):
+        caption += f" {UNSURE}: not all runs are done."
+    return Table("Decades of good step sizes", columns, rows, caption)
+
+
+PER_ROW = 4
+
+
+def summary_figure(kept: Sequence[Kept]) -> Any:
+    """Final score against step size: two panels per task, one below the other, one per family."""
+    plt = figures.pyplot()
+    shown = [(sweep, results) for sweep in kept if (results := sweep.results) is not None]
+    blocks = -(-len(shown) // PER_ROW)
+    figure, axes = plt.subplots(
+        2 * blocks,
+        PER_ROW,
+        figsize=(1.8 + 2.5 * PER_ROW, 0.4 + 4.6 * blocks),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for place, (sweep, results) in enumerate(shown):
+        block, column = divmod(place, PER_ROW)
+        pair = axes[2 * block : 2 * block + 2, column]
+        for axis, family in zip(pair, PAIRS, strict=True):
+            names = [name for name in family if name in results.cells]
+            if not names:
+                continue
+            axis.set_axis_on()
+            figures.score_lines(axis, results, names)
+            axis.set_xscale("log")
+            lrs = [lr for name in names for lr in results.grid(name)]
+            axis.set_xlim(min(lrs) / 2, max(lrs) * 2)
+            figures.score_axis(axis, results, names)
+        note = f"\n({len(sweep.runs)} of {len(sweep.wanted)} runs)" if sweep.missing else ""
+        pair[0].set_title(sweep.title.replace(", ", ",\n", 1) + note, fontsize=9)
+        pair[1].set_xlabel("c, lr or α₀")
+    for row in range(2 * blocks):
+        handles = [
+            plt.Line2D([], [], color=figures.COLOURS[name], label=figures.label(name))
+            for name in PAIRS[row % 2]
+        ]
+        axes[row, -1].legend(handles=handles, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    title = "Final score against the step size. ✕: diverged, ▲: above the picture"
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def sections(kept: Sequence[Kept]) -> dict[str, str]:
+    """The generated parts of the docs, by the name of their markers."""
+    parts = {"summary": markdown_table(summary_table(kept)) + f"\n{summary_table(kept).caption}\n"}
+    unfinished = [
+        f"{sweep.title} ({len(sweep.runs)} of {len(sweep.wanted)} runs)"
+        for sweep in kept
+        if sweep.missing
+    ]
+    if unfinished:
+        parts["summary"] += f"\n**Not finished**: {'; '.join(unfinished)}.\n"
+    small = decades_table(kept)
+    parts["decades"] = f"{markdown_table(small)}\n{small.caption}\n"
+    for sweep in kept:
+        parts[sweep.folder.name] = _section(sweep)
+    return parts
+
+
+def _section(sweep: Kept) -> str:
+    """A sweep's own commands, what is missing, and its scores by step size."""
+    results = sweep.results
+    seconds = sum(run["seconds"] for run in sweep.runs)
+    text = "```console\n" + "".join(f"$ {command}\n" for command in sweep.commands) + "```\n\n"
+    text += f"{len(sweep.runs)} runs, {seconds / 60:.0f} minutes of training.\n"
+    if sweep.missing:
+        text += f"**Not finished**: {sweep.missing_text()}.\n"
+    if results is None:
+        return text
+    families = results.families().values()
+    shown = [grid_table(results, names) for names in families]
+    if "step-sizes" in sweep.pictures:
+        shown += [table for names in families if (table := bound_table(results, names))]
+    return text + "".join(f"\n{markdown_table(table)}" for table in shown)
+
+
+def replaced(text: str, parts: dict[str, str], path: Path) -> str:
+    """The text with each of its generated parts made anew; all parts with markers must be known."""
+
+    def part(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in parts:
+            raise BenchError(f"{path} has a part {name!r} that no kept sweep makes")
+        return f"<!-- lab:{name} -->\n{parts[name]}<!-- /lab:{name} -->"
+
+    return re.sub(r"<!-- lab:(\S+) -->\n.*?<!-- /lab:\1 -->", part, text, flags=re.DOTALL)
+
+
+def pictures(sweep: Kept) -> dict[str, Any]:
+    """The sweep's pictures that the docs show, by file name."""
+    results = sweep.results
+    if results is None:
+        return {}
+    drawn = {}
+    for name in sweep.pictures:
+        figure = figures.FIGURES[name](results, results.default_margin)
+        if figure is not None:
+            drawn[f"stability-{sweep.folder.name}-{name}.png"] = figure
+    return drawn
+
+
+EARLY_KEPT = (1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 50)
+LATER_KEPT = 25
+ENVIRONMENT_KEPT = (
+    "revision",
+    "python",
+    "platform",
+    "cpu",
+    "cores",
+    "threads",
+    "device",
+    "packages",
+)
+
+
+def thin(run: Run) -> Run:
+    """A run small enough to keep: fewer samples and digits, telemetry of the first seed alone."""
+    telemetry = run["telemetry"]
+    steps = telemetry["step"]
+    early = [i for i, step in enumerate(steps) if step in EARLY_KEPT]
+    later = [i for i, step in enumerate(steps) if step > EARLY_KEPT[-1]]
+    stride = max(1, -(-len(later) // LATER_KEPT))
+    places = early + later[::-stride][::-1] if run["spec"]["seed"] == 0 else []
+
+    def some(series: Any) -> Any:
+        if isinstance(series, dict):
+            return {name: some(values) for name, values in series.items()}
+        return [_rounded(series[place], 4) for place in places]
+
+    kept = {key: some(series) for key, series in telemetry.items() if key != "at_bound"}
+    kept["at_bound"] = list(bound_shares(run))
+    curve = [{key: _rounded(v, 7) for key, v in point.items()} for point in run["curve"]]
+    environment = {key: run["environment"].get(key) for key in ENVIRONMENT_KEPT}
+    return run | {
+        "telemetry": kept,
+        "curve": curve,
+        "environment": environment,
+        "command": _without_places(run["command"]),
+    }
+
+
+def _without_places(command: Sequence[str]) -> list[str]:
+    """A command without the folders of the machine that it was given on."""
+    kept: list[str] = []
+    for word in command:
+        if kept and kept[-1] == "--out":
+            kept.pop()
+        else:
+            kept.append("DATA" if kept and kept[-1] == "--data-dir" else word)
+    return kept
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def keep(source: Path, kept: Sequence[Kept]) -> int:
+    """Add the runs of a sweep's record to the kept records that they belong to, thinned.
+
+    Returns how many were added. A run that is kept already stays as it is.
+    """
+    if not source.exists():
+        raise BenchError(f"no record {source}: give the folder that a sweep wrote to")
+    found = {RunSpec.from_json(run["spec"]): run for run in Record(source).read()}
+    added = 0
+    for sweep in kept:
+        new = [found[spec] for spec in sweep.missing if spec in found]
+        require_one_problem([*sweep.runs, *new])
+        if new:
+            with Record(sweep.folder / "runs.jsonl").writer() as append:
+                for run in new:
+                    append(thin(run))
+        added += len(new)
+    return added
