@@ -60,21 +60,31 @@ NGN_HD inline V root(V value) {
   }
 }
 
+template <typename T>
+constexpr T SMALLEST_NORMAL = std::numeric_limits<T>::min();
+
+// v, or the smallest normal number if that is larger; not a number if v is not.
+template <typename T, typename V>
+NGN_HD inline V at_least_normal(V v) {
+  constexpr T smallest = SMALLEST_NORMAL<T>;
+#if defined(NGN_AVX) && defined(__AVX512F__)
+  // The form without a mask makes GCC warn of a register that it leaves undefined.
+  if constexpr (std::is_same_v<T, float> && sizeof(V) == 64) return _mm512_maskz_max_ps(0xffff, _mm512_set1_ps(smallest), v);
+#elif defined(NGN_AVX)
+  if constexpr (std::is_same_v<T, float> && sizeof(V) == 32) return _mm256_max_ps(_mm256_set1_ps(smallest), v);
+#endif
+  return all<V>(smallest) > v ? all<V>(smallest) : v;
+}
+
 // Where an estimate of 1 / sqrt(v) and a Newton step do for a root, the divider is left to divisions.
-// at_least_normal(v) is v, or the smallest normal number if that is larger: the estimate of 0 is infinite.
 #ifdef NGN_AVX
 template <typename T>
 constexpr bool estimates_root = std::is_same_v<T, float>;
 
-constexpr float NORMAL = std::numeric_limits<float>::min();
-inline float at_least_normal(float v) { return NORMAL > v ? NORMAL : v; }
 #if defined(__AVX512F__)
-// The forms without a mask make GCC warn of a register that they leave undefined.
-inline __m512 at_least_normal(__m512 v) { return _mm512_maskz_max_ps(0xffff, _mm512_set1_ps(NORMAL), v); }
 inline __m512 root_estimate(__m512 v) { return _mm512_maskz_rsqrt14_ps(0xffff, v); }
 inline float root_estimate(float v) { return _mm_cvtss_f32(_mm_rsqrt14_ss(_mm_setzero_ps(), _mm_set_ss(v))); }
 #else
-inline __m256 at_least_normal(__m256 v) { return _mm256_max_ps(_mm256_set1_ps(NORMAL), v); }
 inline __m256 root_estimate(__m256 v) { return _mm256_rsqrt_ps(v); }
 inline float root_estimate(float v) { return _mm_cvtss_f32(_mm_rsqrt_ss(_mm_set_ss(v))); }
 #endif
@@ -88,7 +98,7 @@ constexpr bool estimates_root = false;
 template <typename T, typename V>
 NGN_HD inline V add_twice_root(V base, V v) {
   if constexpr (estimates_root<T>) {
-    const V w = at_least_normal(v);
+    const V w = at_least_normal<T>(v);  // the estimate of 0 is infinite
     const V estimate = root_estimate(w);
     const V near = w * estimate;
     return multiply_add(near, multiply_add(-near, estimate, all<V>(T(3))), base);

@@ -3,12 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "engine.h"
-#include "scan.h"
+#include "signature.h"
 
 namespace py = pybind11;
 
@@ -17,6 +19,7 @@ namespace {
 using ngn::Bucket;
 using ngn::DType;
 using ngn::Engine;
+using ngn::Rounding;
 using ngn::Rule;
 
 using IntArray = py::array_t<int64_t, py::array::c_style>;
@@ -62,45 +65,58 @@ void check_shape(const Array& array, const char* name, py::ssize_t rows, py::ssi
 // Keeps the arrays it points into alive; every index in them is checked here, once.
 class BucketTables {
  public:
-  BucketTables(IntArray table, IntArray chunks, DoubleArray groups, DoubleArray scalars, DoubleArray sums,
-               int64_t index, IntArray report, DType x_type, DType g_type, DType state_type)
+  BucketTables(IntArray table, IntArray chunks, DoubleArray groups, DoubleArray inputs, DoubleArray sums,
+               int64_t index, IntArray counts, DoubleArray sizes, DType x_type, DType g_type, DType m_type,
+               DType v_type, Rounding rounding)
       : table_(std::move(table)), chunks_(std::move(chunks)), groups_(std::move(groups)),
-        scalars_(std::move(scalars)), sums_(std::move(sums)), report_(std::move(report)) {
-    check_shape(table_, "table", 7, -1);
+        inputs_(std::move(inputs)), sums_(std::move(sums)), counts_(std::move(counts)), sizes_(std::move(sizes)) {
+    check_shape(table_, "table", ngn::COLUMNS, -1);
     check_shape(chunks_, "chunks", -1, 2);
     check_shape(groups_, "groups", -1, 5);
     check_shape(sums_, "sums", -1, 3);
-    check(scalars_.ndim() == 1 && scalars_.shape(0) == 5, "scalars must hold 5 numbers");
-    check(report_.ndim() == 1 && report_.shape(0) == 3, "report must hold 3 numbers");
+    check(inputs_.ndim() == 1 && inputs_.shape(0) == 5, "inputs must hold 5 numbers");
+    check(counts_.ndim() == 1 && counts_.shape(0) == 3, "counts must hold 3 numbers");
+    check(sizes_.ndim() == 1 && sizes_.shape(0) == 1 + groups_.shape(0), "sizes must hold one number more than groups");
     check(index >= 0 && index < sums_.shape(0), "index is not a row of sums");
-    check(state_type == DType::float32 || state_type == DType::float64, "state must be float32 or float64");
+    check(rounding != Rounding::exact || x_type == DType::bfloat16, "exact rounding needs bfloat16 parameters");
+    check(is_state(m_type) || m_type == DType::int8, "m must be float32, float64, bfloat16 or int8");
+    check(is_state(v_type) || v_type == DType::uint8, "v must be float32, float64, bfloat16 or uint8");
+    for (const DType type : {x_type, g_type}) {
+      check(type != DType::int8 && type != DType::uint8, "parameters and gradients must be floating-point");
+    }
 
     const int64_t rows = table_.shape(1);
-    for (int c = 0; c < 7; ++c) bucket_.columns[c] = table_.data(c, 0);
+    for (int c = 0; c < ngn::COLUMNS; ++c) bucket_.columns[c] = table_.data(c, 0);
     bucket_.rows = rows;
     bucket_.chunks = reinterpret_cast<const ngn::Chunk*>(chunks_.data());
     bucket_.chunk_count = chunks_.shape(0);
     bucket_.groups = reinterpret_cast<const ngn::Group*>(groups_.data());
-    bucket_.scalars = reinterpret_cast<ngn::StepScalars*>(scalars_.mutable_data());
+    bucket_.group_count = groups_.shape(0);
+    bucket_.inputs = reinterpret_cast<const ngn::Inputs*>(inputs_.data());
     bucket_.sums = reinterpret_cast<ngn::Sums*>(sums_.mutable_data());
     bucket_.bucket_count = sums_.shape(0);
     bucket_.index = index;
-    bucket_.report = reinterpret_cast<ngn::Report*>(report_.mutable_data());
+    bucket_.counts = reinterpret_cast<ngn::Counts*>(counts_.mutable_data());
+    bucket_.sizes = sizes_.mutable_data();
     bucket_.x_type = x_type;
     bucket_.g_type = g_type;
-    bucket_.state_type = state_type;
+    bucket_.m_type = m_type;
+    bucket_.v_type = v_type;
+    bucket_.rounding = rounding;
 
     for (int64_t i = 0; i < rows; ++i) {
-      const ngn::TensorRow row = bucket_.row(i);
+      const ngn::TensorRow row = row_of(bucket_, i);
       check(row.numel >= 0, "a row has a negative number of elements");
       check(row.group >= 0 && row.group < groups_.shape(0), "a row names a group that does not exist");
+      check(row.copies > 0, "a row has no number of copies");
       check(row.step != nullptr, "a row has no step count");
       check(row.x != nullptr || row.numel == 0, "a row has no parameter");
+      check(rounding != Rounding::exact || row.remainder || row.numel == 0, "a row has no remainder");
     }
     for (int64_t i = 0; i < bucket_.chunk_count; ++i) {
       const ngn::Chunk chunk = bucket_.chunks[i];
       check(chunk.row >= 0 && chunk.row < rows, "a chunk names a row that does not exist");
-      check(chunk.begin >= 0 && chunk.begin < bucket_.row(chunk.row).numel && chunk.begin % ngn::CHUNK == 0,
+      check(chunk.begin >= 0 && chunk.begin < row_of(bucket_, chunk.row).numel && chunk.begin % ngn::CHUNK == 0,
             "a chunk begins outside its row");
     }
     partials_.resize(static_cast<size_t>(bucket_.chunk_count));
@@ -122,21 +138,56 @@ class BucketTables {
   }
 
  private:
+  static bool is_state(DType type) {
+    return type == DType::float32 || type == DType::float64 || type == DType::bfloat16;
+  }
+
   void check_state(bool momentum, bool rms) const {
     for (int64_t i = 0; i < bucket_.rows; ++i) {
-      const ngn::TensorRow row = bucket_.row(i);
+      const ngn::TensorRow row = row_of(bucket_, i);
       if (!row.g || row.numel == 0) continue;
       check(!momentum || row.m, "a row has no momentum buffer");
       check(!rms || row.v, "a row has no second moment");
+      check(!momentum || bucket_.m_type != DType::int8 || row.m_scale, "a row has no scales of its momentum buffer");
+      check(!rms || bucket_.v_type != DType::uint8 || row.v_scale, "a row has no scales of its second moment");
     }
   }
 
   IntArray table_, chunks_;
-  DoubleArray groups_, scalars_, sums_;
-  IntArray report_;
+  DoubleArray groups_, inputs_, sums_;
+  IntArray counts_;
+  DoubleArray sizes_;
   std::vector<ngn::Sums> partials_;
   Bucket bucket_{};
 };
+
+using FloatArray = py::array_t<float, py::array::c_style>;
+
+void check_column(const FloatArray& values, const py::array& data, const py::array& scales, DType type) {
+  const bool coded = type == DType::int8 || type == DType::uint8;
+  check(coded || type == DType::bfloat16, "only int8, uint8 and bfloat16 are codes");
+  check(data.nbytes() == values.size() * (coded ? 1 : 2), "there must be as many codes as numbers");
+  const int64_t quanta = (values.size() + ngn::QUANTUM - 1) / ngn::QUANTUM;
+  check(!coded || scales.nbytes() == 4 * quanta, "there must be a scale for each 64 numbers");
+}
+
+#define NGN_FIELD(type, name) {#name, offsetof(ngn::type, name) / sizeof(int64_t)}
+
+std::map<std::string, std::map<std::string, size_t>> layout() {
+  return {
+      {"Column", {NGN_FIELD(TensorRow, x), NGN_FIELD(TensorRow, g), NGN_FIELD(TensorRow, m), NGN_FIELD(TensorRow, v),
+                  NGN_FIELD(TensorRow, step), NGN_FIELD(TensorRow, numel), NGN_FIELD(TensorRow, group),
+                  NGN_FIELD(TensorRow, copies),
+                  NGN_FIELD(TensorRow, m_scale), NGN_FIELD(TensorRow, v_scale), NGN_FIELD(TensorRow, remainder),
+                  NGN_FIELD(TensorRow, noise_key)}},
+      {"GroupColumn", {NGN_FIELD(Group, lr), NGN_FIELD(Group, beta1), NGN_FIELD(Group, beta2), NGN_FIELD(Group, eps),
+                       NGN_FIELD(Group, weight_decay)}},
+      {"Input", {NGN_FIELD(Inputs, loss), NGN_FIELD(Inputs, loss_floor), NGN_FIELD(Inputs, grad_scale),
+                 NGN_FIELD(Inputs, found_inf), NGN_FIELD(Inputs, max_grad_norm)}},
+      {"Sum", {NGN_FIELD(Sums, weighted), NGN_FIELD(Sums, alignment), NGN_FIELD(Sums, norm)}},
+      {"Count", {NGN_FIELD(Counts, reason), NGN_FIELD(Counts, skipped), NGN_FIELD(Counts, last_reason)}},
+  };
+}
 
 }  // namespace
 
@@ -148,7 +199,14 @@ PYBIND11_MODULE(_cpu, module) {
       .value("float64", DType::float64)
       .value("float32", DType::float32)
       .value("bfloat16", DType::bfloat16)
-      .value("float16", DType::float16);
+      .value("float16", DType::float16)
+      .value("int8", DType::int8)
+      .value("uint8", DType::uint8);
+
+  py::enum_<Rounding>(module, "Rounding")
+      .value("nearest", Rounding::nearest)
+      .value("stochastic", Rounding::stochastic)
+      .value("exact", Rounding::exact);
 
   py::class_<Rule>(module, "Rule")
       .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised) {
@@ -158,23 +216,36 @@ PYBIND11_MODULE(_cpu, module) {
 
   // noconvert: a silent copy would break the sharing of memory that the tables are for.
   py::class_<BucketTables>(module, "Bucket")
-      .def(py::init<IntArray, IntArray, DoubleArray, DoubleArray, DoubleArray, int64_t, IntArray, DType, DType,
-                    DType>(),
+      .def(py::init<IntArray, IntArray, DoubleArray, DoubleArray, DoubleArray, int64_t, IntArray, DoubleArray,
+                    DType, DType, DType, DType, Rounding>(),
            py::kw_only(), py::arg("table").noconvert(), py::arg("chunks").noconvert(),
-           py::arg("groups").noconvert(), py::arg("scalars").noconvert(), py::arg("sums").noconvert(),
-           py::arg("index"), py::arg("report").noconvert(), py::arg("x_type"), py::arg("g_type"),
-           py::arg("state_type"))
+           py::arg("groups").noconvert(), py::arg("inputs").noconvert(), py::arg("sums").noconvert(),
+           py::arg("index"), py::arg("counts").noconvert(), py::arg("sizes").noconvert(),
+           py::arg("x_type"), py::arg("g_type"), py::arg("m_type"), py::arg("v_type"),
+           py::arg("rounding"))
       .def("reduce", &BucketTables::reduce, py::arg("rule"), py::arg("threads"))
       .def("apply", &BucketTables::apply, py::arg("rule"), py::arg("threads"), py::arg("last"));
 
-  py::class_<ngn::Scan>(module, "Scan")
-      .def(py::init<py::list, py::list, py::list, py::tuple, py::capsule, py::object>(), py::kw_only(),
-           py::arg("params"), py::arg("dense"), py::arg("states"), py::arg("keys"), py::arg("api"),
-           py::arg("sample"))
-      .def("refresh", &ngn::Scan::refresh, py::arg("pointers").noconvert());
+  py::class_<ngn::Signature>(module, "Signature")
+      .def(py::init<py::list, py::dict, py::list, py::list, py::capsule>(), py::kw_only(), py::arg("groups"),
+           py::arg("state"), py::arg("rows"), py::arg("columns"), py::arg("api"))
+      .def_static("understands", &ngn::Signature::understands, py::arg("api"))
+      .def("look", &ngn::Signature::look, py::arg("groups"), py::arg("state"))
+      .def("release", &ngn::Signature::release);
 
-  module.def("same_items", &ngn::same_items, "Whether two lists hold the same objects.");
-  module.def("same_values", &ngn::same_values, "Whether a dict's values are a list's objects.");
+  module.def("layout", &layout, "Where each field of a table lies, in words of 8 bytes.");
+
+  module.def("encode", [](const FloatArray& values, py::array data, py::array scales, DType type, Rounding rounding,
+                          int64_t noise_key, int64_t step_count) {
+    check_column(values, data, scales, type);
+    current->encode(values.data(), values.size(), noise_key, step_count,
+                    {data.mutable_data(), scales.mutable_data(), type, rounding});
+  }, py::arg("values").noconvert(), py::arg("data"), py::arg("scales"), py::arg("type"), py::arg("rounding"),
+     py::arg("noise_key"), py::arg("step_count"), "Numbers to codes, as a step stores them.");
+  module.def("decode", [](FloatArray values, py::array data, py::array scales, DType type) {
+    check_column(values, data, scales, type);
+    current->decode({data.mutable_data(), scales.mutable_data(), type, Rounding::nearest}, values.size(), values.mutable_data());
+  }, py::arg("values").noconvert(), py::arg("data"), py::arg("scales"), py::arg("type"), "And back.");
 
   module.def("isas", [] {
     std::vector<std::string> names;

@@ -28,10 +28,11 @@ inline float widen(bfloat16 value) { return bit_cast<float>(uint32_t(value.bits)
 inline float widen(float16 value) {
   const uint32_t sign = uint32_t(value.bits & 0x8000u) << 16;
   const uint32_t shifted = uint32_t(value.bits & 0x7fffu) << 13;
-  // Re-bias the exponent by a multiplication, which also normalises subnormals.
-  const uint32_t scaled = bit_cast<uint32_t>(bit_cast<float>(shifted) * 0x1p112f);
-  const uint32_t special = shifted | 0x7f800000u;
-  return bit_cast<float>((shifted >= 0x0f800000u ? special : scaled) | sign);
+  const uint32_t normal = shifted + 0x38000000u, special = shifted | 0x7f800000u;
+  // m 2^-24 of a subnormal as (1 + m 2^-10) 2^-14 - 2^-14: no operand is subnormal in float32.
+  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(shifted | 0x38800000u) - 0x1p-14f);
+  const uint32_t finite = shifted < 0x00800000u ? subnormal : normal;
+  return bit_cast<float>((shifted >= 0x0f800000u ? special : finite) | sign);
 }
 
 inline void narrow(double value, double& to) { to = value; }
@@ -65,8 +66,17 @@ inline T overflow_limit(DType type) {
     case DType::float32: return sizeof(T) > 4 ? static_cast<T>(0x1.ffffffp127) : infinity;
     case DType::bfloat16: return static_cast<T>(0x1.ffp127);
     case DType::float16: return static_cast<T>(65520.0);
+    case DType::int8: return static_cast<T>(0x1.fc0002p127);  // after 127 times the largest scale
+    case DType::uint8: return infinity;
   }
   return infinity;
+}
+
+// The smallest magnitude that rounding at random may take to infinity.
+template <typename T>
+inline T stochastic_limit(DType type) {
+  if (type == DType::bfloat16) return static_cast<T>(0x1.fe0002p127);
+  return type == DType::float16 ? static_cast<T>(0x1.ffc002p15) : overflow_limit<T>(type);
 }
 
 inline int64_t size_of(DType type) {
@@ -75,10 +85,13 @@ inline int64_t size_of(DType type) {
     case DType::float32: return 4;
     case DType::bfloat16:
     case DType::float16: return 2;
+    case DType::int8:
+    case DType::uint8: return 1;
   }
   return 0;
 }
 
+// Of a type that has an element for each number.
 template <typename F>
 inline void with_type(DType type, F&& f) {
   switch (type) {
@@ -86,6 +99,8 @@ inline void with_type(DType type, F&& f) {
     case DType::float32: return f(float{});
     case DType::bfloat16: return f(bfloat16{});
     case DType::float16: return f(float16{});
+    case DType::int8:
+    case DType::uint8: return;
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "convert.h"
 #include "engine.h"
+#include "formats.h"
 #include "rule.h"
 #include "rule_switch.h"
 #include "vec.h"
@@ -60,13 +61,81 @@ class Column {
     });
   }
 
- private:
+ protected:
   char* data_;
   DType type_;
   T factor_;
   bool in_place_;
   alignas(64) T stage_[BLOCK];
 };
+
+// The same with the formats that take more than a cast; `beside` are scales or remainders.
+class NarrowColumn : public Column<float> {
+ public:
+  NarrowColumn(void* data, DType type, void* beside, Rounding rounding)
+      : Column<float>(data, type), beside_(beside), rounding_(rounding) {}
+
+  float* in(int64_t begin, int64_t n) {
+    if (in_place_) return reinterpret_cast<float*>(data_) + begin;
+    char* address = data_ + begin * size_of(type_);
+    switch (type_) {
+      case DType::int8:
+        decode_m(reinterpret_cast<int8_t*>(address), scales<float>(begin), n, stage_);
+        return stage_;
+      case DType::uint8:
+        decode_v(reinterpret_cast<uint8_t*>(address), scales<uint32_t>(begin), n, stage_);
+        return stage_;
+      case DType::bfloat16:
+        if (rounding_ == Rounding::exact) {
+          join_bfloat16(reinterpret_cast<uint16_t*>(address), static_cast<int16_t*>(beside_) + begin, n, stage_);
+        } else {
+          decode_bfloat16(reinterpret_cast<uint16_t*>(address), n, stage_);
+        }
+        return stage_;
+      default: return Column<float>::in(begin, n);
+    }
+  }
+
+  void out(int64_t begin, int64_t n, const uint32_t* noise) {
+    if (in_place_) return;
+    char* address = data_ + begin * size_of(type_);
+    auto* halves = reinterpret_cast<uint16_t*>(address);
+    for (int64_t i = n; i % QUANTUM != 0; ++i) stage_[i] = 0;
+    if (type_ == DType::int8) {
+      encode_m(stage_, noise, n, reinterpret_cast<int8_t*>(address), scales<float>(begin));
+    } else if (type_ == DType::uint8) {
+      encode_v(stage_, noise, n, reinterpret_cast<uint8_t*>(address), scales<uint32_t>(begin));
+    } else if (type_ == DType::bfloat16 && rounding_ == Rounding::exact) {
+      split_bfloat16(stage_, n, halves, static_cast<int16_t*>(beside_) + begin);
+    } else if (type_ == DType::bfloat16 && rounding_ == Rounding::stochastic) {
+      stochastic_bfloat16(stage_, noise, n, halves);
+    } else if (type_ == DType::float16 && rounding_ == Rounding::stochastic) {
+      stochastic_float16(stage_, noise, n, halves);
+    } else if (type_ == DType::bfloat16) {
+      nearest_bfloat16(stage_, n, halves);
+    } else {
+      Column<float>::out(begin, n);
+    }
+  }
+
+ private:
+  template <typename Scale>
+  Scale* scales(int64_t begin) const {
+    return static_cast<Scale*>(beside_) + begin / QUANTUM;
+  }
+
+  void* beside_;
+  Rounding rounding_;
+};
+
+template <bool NARROW, typename T>
+auto column_of(void* data, DType type, void* beside, Rounding rounding = Rounding::nearest) {
+  if constexpr (NARROW) {
+    return NarrowColumn(data, type, beside, rounding);
+  } else {
+    return Column<T>(data, type);
+  }
+}
 
 // Ask for the lines of LANES elements a page ahead: the processor by itself stops at the end of a page.
 template <typename T>
@@ -105,14 +174,14 @@ void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficie
 }
 
 // True if any element kept its old value.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, typename T>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, bool NARROW, typename T>
 bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T> k) {
   constexpr int width = VectorOf<T>::lanes;
   bool kept = false;
   // As a branch that is hardly ever taken, keeping old values costs next to nothing.
   const auto updated = [&](auto element, const auto& draft, auto gradient) {
     const auto old = element;
-    const auto room = update<MOMENTUM, RMS, DECAY>(element, draft, gradient, k);
+    const auto room = update<MOMENTUM, RMS, DECAY, NARROW>(element, draft, gradient, k);
     if (__builtin_expect(any_negative(room), 0)) {
       keep(old, room, element);
       kept = true;
@@ -156,9 +225,13 @@ bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T>
   return kept;
 }
 
+bool is_narrow(const Bucket& bucket) {
+  return size_of(bucket.m_type) < 4 || size_of(bucket.v_type) < 4 || bucket.rounding != Rounding::nearest;
+}
+
 bool computes_in_double(const Bucket& bucket) {
   return bucket.x_type == DType::float64 || bucket.g_type == DType::float64 ||
-         bucket.state_type == DType::float64;
+         bucket.m_type == DType::float64 || bucket.v_type == DType::float64;
 }
 
 double sum_lanes(const double* lanes) {
@@ -189,14 +262,19 @@ class CoefficientCache {
     if (row.group != group_ || count != count_) {
       group_ = row.group;
       count_ = count;
-      k_ = coefficients<T>(rule_, bucket_.groups[group_], count, bucket_.scalars->height,
-                           bucket_.scalars->grad_scale, clip_, rho_,
-                           overflow_limit<T>(bucket_.x_type), overflow_limit<T>(bucket_.state_type));
+      k_ = coefficients<T>(rule_, bucket_.groups[group_], count, *bucket_.inputs, clip_, rho_,
+                           x_limit(), overflow_limit<T>(bucket_.m_type),
+                           stochastic_limit<T>(bucket_.v_type));
     }
     return k_;
   }
 
  private:
+  T x_limit() const {
+    return bucket_.rounding == Rounding::stochastic ? stochastic_limit<T>(bucket_.x_type)
+                                                    : overflow_limit<T>(bucket_.x_type);
+  }
+
   const Bucket& bucket_;
   const Rule& rule_;
   double clip_, rho_;
@@ -246,16 +324,18 @@ void for_each_chunk(int64_t count, int threads, bool reverse, Work&& make_worker
       &shared, team);
 }
 
-template <bool RMS, bool REGULARISED, typename T>
+template <bool RMS, bool REGULARISED, bool NARROW, typename T>
 void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int threads) {
   for_each_chunk(bucket.chunk_count, threads, false, [&] {
     return [&, cache = CoefficientCache<T>(bucket, rule, clip, 1.0)](int64_t i) mutable {
       const Chunk chunk = bucket.chunks[i];
-      const TensorRow row = bucket.row(chunk.row);
+      const TensorRow row = row_of(bucket, chunk.row);
       bucket.partials[i] = {};
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      Column<T> x(row.x, bucket.x_type), v(row.v, bucket.state_type), g(row.g, bucket.g_type, k.gradient_scale);
+      auto x = column_of<NARROW, T>(row.x, bucket.x_type, row.remainder, bucket.rounding);
+      auto v = column_of<NARROW, T>(row.v, bucket.v_type, row.v_scale);
+      Column<T> g(row.g, bucket.g_type, k.gradient_scale);
       double weighted[LANES] = {}, alignment[LANES] = {};
       const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
       for (int64_t begin = chunk.begin; begin < end; begin += BLOCK) {
@@ -265,22 +345,24 @@ void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int thre
                                           weighted, alignment);
       }
       const Group& group = bucket.groups[row.group];
-      const double sum = k.unit * sum_lanes(weighted);
+      const double copies = static_cast<double>(row.copies);
+      const double sum = k.unit * sum_lanes(weighted) / copies;
       bucket.partials[i] = {effective_lr(rule, group) * sum,
-                            group.lr * group.weight_decay * sum_lanes(alignment), RMS ? 0.0 : sum};
+                            group.lr * group.weight_decay * sum_lanes(alignment) / copies, RMS ? 0.0 : sum};
     };
   });
 }
 
 void reduce(const Bucket& bucket, const Rule& rule, int threads) {
   // A rule without RMS sums unclipped gradients: shrink() applies the clip factor to its sum.
-  const double clip = rule.rms ? clip_factor(sum_buckets(bucket).norm, bucket.scalars->max_grad_norm) : 1.0;
-  const bool wide = computes_in_double(bucket);
+  const double clip = rule.rms ? clip_factor(sum_buckets(bucket).norm, bucket.inputs->max_grad_norm) : 1.0;
   switch_reduce(rule, [&](auto rms, auto regularised) {
-    if (wide) {
-      reduce_chunks<rms.value, regularised.value, double>(bucket, rule, clip, threads);
+    if (is_narrow(bucket)) {
+      reduce_chunks<rms.value, regularised.value, true, float>(bucket, rule, clip, threads);
+    } else if (computes_in_double(bucket)) {
+      reduce_chunks<rms.value, regularised.value, false, double>(bucket, rule, clip, threads);
     } else {
-      reduce_chunks<rms.value, regularised.value, float>(bucket, rule, clip, threads);
+      reduce_chunks<rms.value, regularised.value, false, float>(bucket, rule, clip, threads);
     }
   });
   Sums total = {};
@@ -296,31 +378,43 @@ void reduce(const Bucket& bucket, const Rule& rule, int threads) {
 }
 
 // True if any element kept its old value.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, typename T>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, bool NARROW, typename T>
 bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, int threads) {
   std::atomic<bool> kept{false};
   for_each_chunk(bucket.chunk_count, threads, true, [&] {
     return [&, cache = CoefficientCache<T>(bucket, rule, shrink.clip, shrink.rho)](int64_t i) mutable {
       const Chunk chunk = bucket.chunks[i];
-      const TensorRow row = bucket.row(chunk.row);
+      const TensorRow row = row_of(bucket, chunk.row);
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      Column<T> x(row.x, bucket.x_type), m(row.m, bucket.state_type), v(row.v, bucket.state_type);
+      auto x = column_of<NARROW, T>(row.x, bucket.x_type, row.remainder, bucket.rounding);
+      auto m = column_of<NARROW, T>(row.m, bucket.m_type, row.m_scale);
+      auto v = column_of<NARROW, T>(row.v, bucket.v_type, row.v_scale, Rounding::stochastic);
       Column<T> g(row.g, bucket.g_type, k.gradient_scale);
       const bool in_place = x.in_place() && (!MOMENTUM || m.in_place()) && (!RMS || v.in_place()) && g.in_place();
-      const int64_t block = in_place ? CHUNK : BLOCK;
+      const int64_t block = in_place && !NARROW ? CHUNK : BLOCK;
       bool kept_here = false;
       const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
       for (int64_t begin = chunk.begin; begin < end; begin += block) {
         const int64_t n = end - begin < block ? end - begin : block;
         kept_here |= with_flag(k.decay != 0, [&](auto decay) {
-          return update_block<MOMENTUM, COORDINATE, RMS, decay.value, T>(
+          return update_block<MOMENTUM, COORDINATE, RMS, decay.value, NARROW, T>(
               x.in(begin, n), MOMENTUM ? m.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr,
               g.in(begin, n), n, k);
         });
-        x.out(begin, n);
-        if (MOMENTUM) m.out(begin, n);
-        if (RMS) v.out(begin, n);
+        if constexpr (NARROW) {
+          alignas(64) uint32_t noise[BLOCK];
+          make_noise(begin, n, NoiseKey(row.noise_key, static_cast<int64_t>(*row.step) + 1, begin), noise);
+          alignas(64) uint32_t x_noise[BLOCK];
+          if (bucket.rounding == Rounding::stochastic) other_noise(noise, n, x_noise);
+          x.out(begin, n, x_noise);
+          if (MOMENTUM) m.out(begin, n, noise);
+          if (RMS) v.out(begin, n, noise);
+        } else {
+          x.out(begin, n);
+          if (MOMENTUM) m.out(begin, n);
+          if (RMS) v.out(begin, n);
+        }
       }
       if (kept_here) kept.store(true, std::memory_order_relaxed);
     };
@@ -329,28 +423,54 @@ bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, 
 }
 
 void apply(const Bucket& bucket, const Rule& rule, int threads, bool last) {
-  const Shrink shrink = ngn::shrink(rule, sum_buckets(bucket), *bucket.scalars);
+  const Shrink shrink = ngn::shrink(rule, sum_buckets(bucket), *bucket.inputs);
   Reason reason = shrink.reason;
   if (reason == Reason::none) {
-    const bool wide = computes_in_double(bucket);
     const bool kept = switch_apply(rule, [&](auto momentum, auto coordinate, auto rms) {
-      return wide ? apply_chunks<momentum.value, coordinate.value, rms.value, double>(bucket, rule, shrink, threads)
-                  : apply_chunks<momentum.value, coordinate.value, rms.value, float>(bucket, rule, shrink, threads);
+      constexpr bool MOMENTUM = momentum.value, COORDINATE = coordinate.value, RMS = rms.value;
+      if (is_narrow(bucket)) return apply_chunks<MOMENTUM, COORDINATE, RMS, true, float>(bucket, rule, shrink, threads);
+      if (computes_in_double(bucket)) {
+        return apply_chunks<MOMENTUM, COORDINATE, RMS, false, double>(bucket, rule, shrink, threads);
+      }
+      return apply_chunks<MOMENTUM, COORDINATE, RMS, false, float>(bucket, rule, shrink, threads);
     });
     if (kept) reason = Reason::elements_kept;
     for (int64_t i = 0; i < bucket.rows; ++i) {
-      const TensorRow row = bucket.row(i);
+      const TensorRow row = row_of(bucket, i);
       if (row.g) *row.step += 1;
     }
-    bucket.scalars->shrink = shrink.rho;
+    bucket.sizes[0] = shrink.rho;
+    for (int64_t j = 0; j < bucket.group_count; ++j) {
+      bucket.sizes[1 + j] = effective_lr(rule, bucket.groups[j]) * shrink.rho;
+    }
   }
-  Report& report = *bucket.report;
+  Counts& counts = *bucket.counts;
   const int64_t code = static_cast<int64_t>(reason);
-  if (code > report.reason) report.reason = code;
-  if (last && report.reason != 0) {
-    report.skipped += 1;
-    report.last_reason = report.reason;
-    report.reason = 0;
+  if (code > counts.reason) counts.reason = code;
+  if (last && counts.reason != 0) {
+    counts.skipped += 1;
+    counts.last_reason = counts.reason;
+    counts.reason = 0;
+  }
+}
+
+// One column of numbers through a format, a block at a time, as apply() and reduce() do it.
+void encode(const float* values, int64_t numel, int64_t noise_key, int64_t step_count, Encoded column) {
+  NarrowColumn to(column.data, column.type, column.scales, column.rounding);
+  for (int64_t begin = 0; begin < numel; begin += BLOCK) {
+    const int64_t n = numel - begin < BLOCK ? numel - begin : BLOCK;
+    alignas(64) uint32_t noise[BLOCK];
+    make_noise(begin, n, NoiseKey(noise_key, step_count, begin), noise);
+    std::memcpy(to.in(begin, n), values + begin, static_cast<size_t>(n) * sizeof(float));
+    to.out(begin, n, noise);
+  }
+}
+
+void decode(Encoded column, int64_t numel, float* values) {
+  NarrowColumn from(column.data, column.type, column.scales, column.rounding);
+  for (int64_t begin = 0; begin < numel; begin += BLOCK) {
+    const int64_t n = numel - begin < BLOCK ? numel - begin : BLOCK;
+    std::memcpy(values + begin, from.in(begin, n), static_cast<size_t>(n) * sizeof(float));
   }
 }
 
@@ -370,6 +490,6 @@ bool runs_here() {
 
 }  // namespace
 
-const Engine NGN_CONCAT(engine_, NGN_ISA) = {NGN_STRING(NGN_ISA), runs_here, reduce, apply};
+const Engine NGN_CONCAT(engine_, NGN_ISA) = {NGN_STRING(NGN_ISA), runs_here, reduce, apply, encode, decode};
 
 }  // namespace ngn

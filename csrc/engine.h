@@ -7,11 +7,21 @@ namespace ngn {
 
 constexpr int64_t CHUNK = 16384;  // elements; a multiple of every block and vector size
 
+// A column in a format that is narrower than float32.
+struct Encoded {
+  void* data;
+  void* scales;
+  DType type;
+  Rounding rounding;
+};
+
 struct Engine {
   const char* name;
   bool (*runs_here)();
   void (*reduce)(const Bucket&, const Rule&, int threads);
   void (*apply)(const Bucket&, const Rule&, int threads, bool last);
+  void (*encode)(const float* values, int64_t numel, int64_t noise_key, int64_t step_count, Encoded column);
+  void (*decode)(Encoded column, int64_t numel, float* values);
 };
 
 extern const Engine engine_baseline;

@@ -23,11 +23,13 @@ struct Coefficients {
   T gradient_scale;  // s / grad_scale; whoever loads g multiplies by it
   T beta1, beta2, one_minus_beta2;
   T eps;             // eps u
-  T step;            // (1 - beta1) gamma u; of coordinate rules (1 - beta1) c u
-  T curvature;       // c u / 2h, coordinate rules
+  T step;            // (1 - beta1) gamma u; of coordinate rules (1 - beta1) min(c, 2h) u
+  T flatness;        // 2h / max(c, 2h), coordinate rules
+  T curvature;       // c u / max(c, 2h), coordinate rules
   T decay;           // lambda c, or lambda a
-  T x_limit;         // the smallest magnitude that the storage of x, or of m, rounds to infinity
-  T state_limit;     // the same of v
+  T x_limit;         // the smallest magnitude that the storage of x rounds to infinity
+  T m_limit;         // the same of m
+  T v_limit;         // and of v
   double unit;       // u; 1 without RMS
 };
 
@@ -39,6 +41,9 @@ struct Shrink {
 
 NGN_HD inline bool is_finite(double value) { return value - value == 0; }
 
+// h: how far the loss is above its floor
+NGN_HD inline double height(const Inputs& inputs) { return inputs.loss - inputs.loss_floor; }
+
 // s = min(1, max_grad_norm / (norm + 1e-6))
 NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
   if (!is_finite(max_grad_norm)) return 1.0;
@@ -47,9 +52,9 @@ NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
 }
 
 // rho = max(0, 2h - W) / (2h + Q), 1 where 0/0
-NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const StepScalars& scalars) {
-  const double h = scalars.height;
-  const double clip = clip_factor(sums.norm, scalars.max_grad_norm);
+NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const Inputs& inputs) {
+  const double h = height(inputs);
+  const double clip = clip_factor(sums.norm, inputs.max_grad_norm);
   // Without RMS the sum was taken over unclipped gradients.
   const double q = rule.rms ? sums.weighted : clip * clip * sums.weighted;
   const double denominator = 2 * h + q;
@@ -57,8 +62,8 @@ NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const StepScalar
   const double rho = denominator == 0 ? 1.0 : (above > 0 ? above : 0.0) / denominator;
 
   Reason reason = Reason::none;
-  const double norm = is_finite(scalars.max_grad_norm) ? sums.norm : 0.0;
-  if (scalars.found_inf != 0) {
+  const double norm = is_finite(inputs.max_grad_norm) ? sums.norm : 0.0;
+  if (inputs.found_inf != 0) {
     reason = Reason::amp_overflow;
   } else if (!is_finite(h)) {
     reason = Reason::loss_not_finite;
@@ -77,25 +82,27 @@ NGN_HD inline double effective_lr(const Rule& rule, const Group& group) {
 
 template <typename T>
 NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group, double step_count,
-                                           double height, double grad_scale, double clip, double rho,
-                                           T x_limit, T state_limit) {
+                                           const Inputs& inputs, double clip, double rho, T x_limit,
+                                           T m_limit, T v_limit) {
   const double a = effective_lr(rule, group);
   const double unit = rule.rms ? 2 * std::sqrt(1 - std::pow(group.beta2, step_count)) : 1.0;
-  // gamma = c / (D + c g^2 / 2h), which is 0 at h = 0, whatever g is.
-  const double gamma = rule.coordinate ? (height > 0 ? group.lr : 0.0) : a * rho;
-  const double curvature = height > 0 ? group.lr * unit / (2 * height) : 0.0;
-  constexpr double largest = std::numeric_limits<T>::max();
+  // gamma = min(c, 2h) / (flatness D + curvature g^2): divided by the larger of c and 2h, nothing overflows.
+  const double two_h = 2 * height(inputs);
+  const double smaller = group.lr < two_h ? group.lr : two_h, larger = group.lr < two_h ? two_h : group.lr;
+  const double gamma = rule.coordinate ? smaller : a * rho;
   Coefficients<T> k;
-  k.gradient_scale = static_cast<T>(clip / grad_scale);
+  k.gradient_scale = static_cast<T>(clip / inputs.grad_scale);
   k.beta1 = static_cast<T>(group.beta1);
   k.beta2 = static_cast<T>(group.beta2);
   k.one_minus_beta2 = static_cast<T>(1 - group.beta2);
   k.eps = static_cast<T>(group.eps * unit);
   k.step = static_cast<T>((1 - group.beta1) * gamma * unit);
-  k.curvature = static_cast<T>(curvature < largest ? curvature : largest);
+  k.flatness = static_cast<T>(larger > 0 ? two_h / larger : 0);
+  k.curvature = static_cast<T>(larger > 0 ? group.lr / larger * unit : 0);
   k.decay = static_cast<T>(group.weight_decay * a);
-  k.x_limit = x_limit < state_limit ? x_limit : state_limit;
-  k.state_limit = state_limit;
+  k.x_limit = x_limit;
+  k.m_limit = m_limit;
+  k.v_limit = v_limit;
   k.unit = unit;
   return k;
 }
@@ -127,7 +134,7 @@ NGN_HD inline void contribute(V x, V v, V g, const Coefficients<T>& k, V& weight
 // How far the magnitude of a value is below a limit, counted in floating-point numbers: negative if
 // it is not below it, or not a number. Integer arithmetic leaves the busy floating-point units alone.
 template <typename V, typename T>
-NGN_HD inline auto room_below(V value, T limit) {
+NGN_HD inline auto headroom(V value, T limit) {
   using Integer = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
   Integer limit_bits;
   std::memcpy(&limit_bits, &limit, sizeof(limit));
@@ -156,13 +163,15 @@ NGN_HD inline Draft<V> draft(V v, V g, const Coefficients<T>& k) {
     v = second_moment(v, g, k);
     divisor = preconditioner(v, k);
   }
-  if constexpr (COORDINATE) divisor = multiply_add(all<V>(k.curvature), g * g, divisor);
+  if constexpr (COORDINATE) {
+    divisor = at_least_normal<T>(multiply_add(all<V>(k.curvature), g * g, k.flatness * divisor));
+  }
   return {v, divisor};
 }
 
 // x, m, v to their new values. Negative where one would not be finite in its storage type: the
-// caller must keep() the old ones there.
-template <bool MOMENTUM, bool RMS, bool DECAY, typename V, typename T>
+// caller must keep() the old ones there. NARROW: m or v may be stored in a type with less room than T.
+template <bool MOMENTUM, bool RMS, bool DECAY, bool NARROW = false, typename V, typename T>
 NGN_HD inline auto update(Element<V>& element, const Draft<V>& draft, V g, const Coefficients<T>& k) {
   auto& [x, m, v] = element;
   v = draft.v;
@@ -172,8 +181,9 @@ NGN_HD inline auto update(Element<V>& element, const Draft<V>& draft, V g, const
   m = displacement;
   x = x - m;
   // A non-finite m makes x so, too, and so does an infinite v whose root is estimated.
-  auto room = room_below(x, k.x_limit);
-  if constexpr (RMS && !estimates_root<T>) room |= room_below(v, k.state_limit);
+  auto room = headroom(x, k.x_limit);
+  if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) room |= headroom(m, k.m_limit);
+  if constexpr (RMS && (NARROW || !estimates_root<T>)) room |= headroom(v, k.v_limit);
   return room;
 }
 

@@ -1,4 +1,6 @@
 #include <atomic>
+#include <cfenv>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -8,14 +10,42 @@ namespace ngn {
 
 TeamLauncher team_launcher = nullptr;
 
-void run_team(void (*work)(void*), void* data, int threads) {
-  if (threads <= 1) {
-    work(data);
-  } else if (team_launcher) {
+namespace {
+
+// Work for a thread that shall round, and treat subnormal numbers, as the caller does.
+struct Work {
+  void (*run)(void*);
+  void* data;
+  std::fenv_t environment;
+};
+
+void run_as_the_caller(void* data) {
+  const Work& work = *static_cast<Work*>(data);
+  std::fenv_t own;
+  std::fegetenv(&own);
+  std::fesetenv(&work.environment);
+  work.run(work.data);
+  std::fesetenv(&own);
+}
+
+}  // namespace
+
+void run_team(void (*run)(void*), void* run_data, int threads) {
+  if (threads <= 1) return run(run_data);
+  Work shared{run, run_data, {}};
+  std::fegetenv(&shared.environment);
+  const auto work = run_as_the_caller;
+  void* const data = &shared;
+  if (team_launcher) {
     team_launcher(work, data, static_cast<unsigned>(threads), 0);
   } else {
     std::vector<std::thread> others;
-    for (int i = 1; i < threads; ++i) others.emplace_back(work, data);
+    others.reserve(static_cast<size_t>(threads));
+    try {
+      for (int i = 1; i < threads; ++i) others.emplace_back(work, data);
+    } catch (const std::system_error&) {
+      // Those that could start take over the others' parts.
+    }
     work(data);
     for (auto& other : others) other.join();
   }

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,32 +24,35 @@ class Bucket:
         table: np.ndarray,
         chunks: np.ndarray,
         groups: np.ndarray,
-        scalars: np.ndarray,
+        inputs: np.ndarray,
         sums: np.ndarray,
         index: int,
-        report: np.ndarray,
+        counts: np.ndarray,
+        sizes: np.ndarray,
         x_type: DType,
         g_type: DType,
-        state_type: DType,
+        m_type: DType,
+        v_type: DType,
     ) -> None: ...
     def reduce(self, rule: Rule, threads: int) -> None: ...
     def apply(self, rule: Rule, threads: int, last: bool) -> None: ...
 
-class Scan:
+class Signature:
     def __init__(
         self,
         *,
-        params: list[Tensor],
-        dense: list[Tensor],
-        states: list[dict[str, Any]],
-        keys: tuple[str, ...],
+        groups: list[list[Tensor]],
+        state: dict[Tensor, Any],
+        rows: Sequence[tuple[Any, ...]],
+        columns: list[np.ndarray],
         api: object,
-        sample: Tensor,
     ) -> None: ...
-    def refresh(self, pointers: np.ndarray) -> int: ...
+    @staticmethod
+    def understands(api: object) -> bool: ...
+    def look(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int: ...
+    def release(self) -> None: ...
 
-def same_items(items: list[Any], others: list[Any], /) -> bool: ...
-def same_values(mapping: dict[Any, Any], others: list[Any], /) -> bool: ...
+def layout() -> dict[str, dict[str, int]]: ...
 def isas() -> list[str]: ...
 def isa() -> str: ...
 def use_isa(name: str) -> None: ...

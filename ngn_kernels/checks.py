@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .shards import is_sharded, local
+
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order of dimensions."""
@@ -30,6 +32,8 @@ def is_dense(tensor: Tensor) -> bool:
 def read_loss(loss: Any) -> float | Tensor:
     """A number if the loss is on the host; a 0-d tensor, never read, if it is on a device."""
     if isinstance(loss, Tensor):
+        if is_sharded(loss):
+            loss = loss.full_tensor()  # type: ignore[attr-defined]
         if loss.numel() != 1:
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}: reduce it to one number first, "
@@ -45,15 +49,28 @@ def read_loss(loss: Any) -> float | Tensor:
     )
 
 
-def wide(value: float | Tensor) -> float | Tensor:
-    """As a double, on any device that has them."""
+def as_double(value: float | Tensor) -> float | Tensor:
+    """On any device that has them."""
     if not isinstance(value, Tensor):
         return value
     return value.float() if value.device.type == "mps" else value.double()
 
 
-def check_group(group: dict[str, Any], algorithm: str) -> None:
-    """Raise unless every value of a group is in its range."""
+# Values that some algorithms have in each group, with a word on who has them.
+OPTIONAL_VALUES = {
+    "momentum": "NGNM has it; the MD family has betas",
+    "betas": "the MD family has them",
+    "beta2": 'NGND has it with preconditioner="rms"',
+    "eps": "algorithms with an RMS preconditioner have it",
+}
+
+
+def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raise unless a group has the values of its algorithm, and every one is in its range."""
+    algorithm = defaults["algorithm"]
+    for name, owner in OPTIONAL_VALUES.items():
+        if name in group and name not in defaults:
+            raise ValueError(f"{algorithm} has no {name} ({owner}): take it out of the group")
     if group["algorithm"] != algorithm:
         raise ValueError(
             f"a group says algorithm={group['algorithm']!r}: this optimizer is {algorithm}"
@@ -86,34 +103,52 @@ def require(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) ->
         raise ValueError(f"{name}={value!r}: must be {wanted}")
 
 
+INSIDE = ("ngn_kernels", "torch")
+
+
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the first line outside this package and torch: the caller's own."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals["__name__"].split(".")[0] in ("ngn_kernels", "torch"):
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in INSIDE:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+# Attributes that others leave on parameters which they have flattened.
+FLATTENED = {
+    ("_fsdp_flattened", "_is_flat_param"): "FSDP1",
+    ("ds_id", "ds_status", "_hp_mapping"): "DeepSpeed ZeRO",
+}
 
 
 def check_param(param: Tensor, label: str) -> None:
     if not (param.is_floating_point() or param.is_complex()):
         raise TypeError(f"{label} is {param.dtype}: NGN optimizers take floating-point parameters")
-    if hasattr(param, "device_mesh"):
-        raise TypeError(f"{label} is a DTensor: sharded parameters are not supported yet")
+    for marks, owner in FLATTENED.items():
+        if any(hasattr(param, mark) for mark in marks):
+            raise TypeError(
+                f"{label} is a part of what {owner} flattened and sharded behind the optimizer's "
+                "back, so that no rank knows the whole model's step size: use "
+                "torch.distributed.fsdp.fully_shard (FSDP2), DistributedDataParallel, or "
+                "ZeroRedundancyOptimizer with replicas=1"
+            )
     if param.layout != torch.strided:
         raise TypeError(f"{label} has layout {param.layout}: NGN optimizers take dense parameters")
-    if _lacks_memory(param):
+    if not has_memory(local(param)):
         raise TypeError(
             f"{label} has no memory (a meta tensor, a wrapper class, or freed storage): "
             "give it its values before the step"
         )
-    if param.grad is not None:
-        check_gradient(param.grad, param.device, label)
+    check_gradient(param, label)
 
 
-def check_gradient(grad: Tensor, device: torch.device, label: str) -> None:
-    if grad.device != device:
+def check_gradient(param: Tensor, label: str) -> None:
+    grad = param.grad
+    if grad is None:
+        return
+    if grad.device != param.device:
         raise RuntimeError(
-            f"{label} is on {device}, its gradient on {grad.device}: move both, as "
+            f"{label} is on {param.device}, its gradient on {grad.device}: move both, as "
             "module.to(device) does, or call zero_grad() before moving the parameter"
         )
     if grad.layout != torch.strided:
@@ -121,42 +156,52 @@ def check_gradient(grad: Tensor, device: torch.device, label: str) -> None:
             f"{label} has a gradient of layout {grad.layout}; NGN optimizers take dense gradients: "
             "use sparse=False in the layer, or param.grad = param.grad.to_dense()"
         )
-    if _lacks_memory(grad) and not grad._is_zerotensor():
+    if grad.shape != param.shape:
+        raise RuntimeError(
+            f"{label} has a gradient of shape {tuple(grad.shape)}: call zero_grad() before "
+            "changing the parameter's shape"
+        )
+    if is_sharded(param) != is_sharded(grad):
+        raise TypeError(
+            f"one of {label} and its gradient is a DTensor and the other is not: make both of a kind"
+        )
+    grad = local(grad)
+    arriving = hasattr(grad, "trigger_wait")  # a collective's result, which a copy waits for
+    if not arriving and not has_memory(grad) and not grad._is_zerotensor():
         raise TypeError(
             f"{label} has a gradient without memory (a wrapper class, or freed storage): "
             "make it an ordinary tensor before the step"
         )
 
 
-def _lacks_memory(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.data_ptr() == 0
+def has_memory(tensor: Tensor) -> bool:
+    """Unlike a meta tensor, a wrapper, or one whose storage was freed."""
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
-def check_overlap(params: list[tuple[Tensor, str]]) -> None:
-    """Raise if a parameter shares memory with itself or with another one."""
+def check_overlap(tensors: list[tuple[Tensor, str]]) -> None:
+    """Raise if a tensor that a step writes shares memory with itself or with another one."""
     spans = []
-    for param, label in params:
-        if param.numel() == 0:
+    for tensor, label in tensors:
+        if tensor.numel() == 0:
             continue
-        last = sum(
-            (size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)
-        )
-        start = param.data_ptr()
-        spans.append(
-            (str(param.device), start, start + (last + 1) * param.element_size(), param, label)
-        )
-        if not is_dense(param) and len(_addresses(param)) < param.numel():
+        if not is_dense(tensor) and _overlaps_itself(tensor):
             raise ValueError(
-                f"{label} overlaps itself in memory (strides {param.stride()}); "
-                "give the optimizer a parameter that owns its elements, such as param.clone()"
+                f"{label} overlaps itself in memory (strides {tensor.stride()}); "
+                "give the optimizer a tensor that owns its elements, such as its clone()"
             )
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in steps)
+        start = tensor.data_ptr()
+        end = start + (last + 1) * tensor.element_size()
+        spans.append((str(tensor.device), start, end, tensor, label))
     spans.sort(key=lambda span: span[:3])
     reaching: list[tuple[str, int, int, Tensor, str]] = []
     for span in spans:
-        device, start, _, param, label = span
+        device, start, _, tensor, label = span
         reaching = [other for other in reaching if other[0] == device and other[2] > start]
-        for *_, other_param, other_label in reaching:
-            if _share_memory(param, other_param):
+        for *_, other_tensor, other_label in reaching:
+            if _share_memory(_addresses(tensor), _addresses(other_tensor)):
                 raise ValueError(
                     f"{other_label} and {label} overlap in memory; "
                     "pass tied weights once, as the same Parameter object"
@@ -164,16 +209,43 @@ def check_overlap(params: list[tuple[Tensor, str]]) -> None:
         reaching.append(span)
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Of two tensors whose spans meet."""
-    if is_dense(a) and is_dense(b):
-        return True
-    return np.intersect1d(_addresses(a), _addresses(b)).size > 0
+class _Addresses:
+    """A tensor's elements as numpy sees them; numpy never looks at the memory itself."""
+
+    def __init__(self, address: int, shape: list[int], strides: list[int], itemsize: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": tuple(shape),
+            "strides": tuple(stride * itemsize for stride in strides),
+            "typestr": f"|V{itemsize}",
+        }
 
 
 def _addresses(tensor: Tensor) -> np.ndarray:
-    """The distinct addresses of a tensor's elements."""
-    offsets = np.zeros(1, dtype=np.int64)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        offsets = np.add.outer(offsets, np.arange(size) * stride).ravel()
-    return np.unique(offsets) * tensor.element_size() + tensor.data_ptr()
+    place = tensor.data_ptr(), list(tensor.shape), list(tensor.stride()), tensor.element_size()
+    return np.asarray(_Addresses(*place))
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements that differ first in some dimension share an address.
+
+    Only their distance matters, so that the one may have index 0 there, and both in those before.
+    """
+    shape, strides, itemsize = list(tensor.shape), list(tensor.stride()), tensor.element_size()
+    for d in range(len(shape)):
+        rest = [shape[d] - 1, *shape[d + 1 :]], strides[d:]
+        start = tensor.data_ptr()
+        first = np.asarray(_Addresses(start, shape[d + 1 :], strides[d + 1 :], itemsize))
+        others = np.asarray(_Addresses(start + strides[d] * itemsize, *rest, itemsize))
+        if shape[d] > 1 and _share_memory(first, others):
+            return True
+    return False
+
+
+def _share_memory(a: np.ndarray, b: np.ndarray) -> bool:
+    """Exactly, but for layouts so intricate that it would take for ever: these count as shared."""
+    try:
+        return np.shares_memory(a, b, max_work=1_000_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True

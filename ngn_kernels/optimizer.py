@@ -1,48 +1,40 @@
-"""NGNOptimizer: groups, state, the loss, the path of a step, and state_dict."""
+"""NGNOptimizer: groups, the loss, the path of a step, telemetry, saving."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
-from itertools import chain
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from .backends import check_backend, select_backend
-from .checks import check_group, check_overlap, check_param, read_loss, require, warn, wide
-from .plan import (
-    FOUND_INF,
-    GRAD_SCALE,
-    HEIGHT,
-    MAX_GRAD_NORM,
-    SHRINK,
-    SKIPPED,
-    Board,
-    Bucket,
-    BucketKey,
-    Hyper,
-    Plan,
-    Row,
-)
+from .checks import check_group, require, warn
+from .formats import Storage
+from .hooks import entrance
+from .loss import PendingLoss, has_gradients
+from .plan import Participant, Plan, any_device, build_plan
+from .ranks import Agreement, Exchange, Ranks
 from .rules import RULES, Reason, Rule
-from .state import STATE_KEYS, check_loadable, init_state, load_state, state_dtype
+from .shards import local
+from .state import check_loadable, load_state, plain_state
+from .tables import Count, DeviceTables, GroupValues, Size
 
-PER_OPTIMIZER = ("loss_floor", "max_grad_norm", "backend", "preconditioner")
-
-HOW_TO_PASS_THE_LOSS = (
-    "write optimizer.step(loss=loss), or optimizer.step(closure), "
-    "or optimizer.set_loss(loss) before optimizer.step()"
+PER_OPTIMIZER = (
+    *("loss_floor", "max_grad_norm", "backend", "preconditioner", "state", "rounding"),
+    *("reduce_group", "replicas", "loss_reduction"),
 )
 
 WARNINGS = {
     Reason.AMP_OVERFLOW: "the gradient scaler found an overflow; the step was skipped",
-    Reason.LOSS_NOT_FINITE: "the loss is not finite; the step was skipped",
+    Reason.LOSS_NOT_FINITE: "the loss is not finite (on several GPUs also: a rank raised an error, "
+    "or the ranks disagree on what they do); the step was skipped",
     Reason.LOSS_BELOW_FLOOR: "the loss is below loss_floor; the step was skipped: "
     "pass a loss_floor that the loss never falls below",
     Reason.GRADIENT_NOT_FINITE: "a gradient, or the sum of squared gradients, is not finite; "
@@ -51,9 +43,35 @@ WARNINGS = {
     "or an overflow of the storage type) and kept their old values",
 }
 
+# Keywords of torch's own optimizers, and what to write here instead.
+FOREIGN_OPTIONS = {
+    "fused": "leave it out: every step is fused, and backend= chooses the kernels",
+    "foreach": "leave it out: every step is fused, and backend= chooses the kernels",
+    "capturable": "leave it out: every step on a GPU can be captured",
+    "differentiable": "leave it out: no step can be differentiated",
+    "maximize": "minimise the negative loss instead, with a loss_floor below it",
+    "amsgrad": "leave it out: there is no such variant",
+    "nesterov": "leave it out: there is no such variant",
+    "dampening": "leave it out: the gradient's share is 1 - momentum",
+    "alpha": "it is beta2, or betas[1], here",
+}
+
 
 class SkippedStepWarning(RuntimeWarning):
     """A step, or some of its elements, left everything as it was."""
+
+
+class Options(TypedDict, total=False):
+    """What every algorithm takes by keyword, of the whole optimizer; NGNOptimizer explains each."""
+
+    loss_floor: float
+    max_grad_norm: float | None
+    backend: str
+    state: str | tuple[str, str]
+    rounding: str
+    reduce_group: Any
+    replicas: int | None
+    loss_reduction: str
 
 
 class NGNOptimizer(Optimizer):
@@ -65,32 +83,50 @@ class NGNOptimizer(Optimizer):
         loss_floor: a lower bound of the loss; steps see ``loss - loss_floor``.
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
         backend: "auto", "triton", "cpu" or "reference".
+        reduce_group: the ranks that share one step size: "auto" (all of torch.distributed's, if
+            there are several), a process group, or None for this process alone.
+        replicas: how many of these ranks hold each ordinary parameter: None for all of them, 1
+            where every rank owns other ones. DTensors tell by themselves.
+        loss_reduction: "mean" of the ranks' losses, or their "sum".
+        state: how m and v are stored: "float32", "bfloat16" or "8bit", or a pair of these.
+        rounding: of 16-bit parameters: "nearest", "stochastic" or "exact".
     """
 
     # GradScaler hands grad_scale and found_inf over instead of unscaling and syncing itself.
     _step_supports_amp_scaling: ClassVar[bool] = True
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    _storage = Storage()
+
+    def __new__(cls, *args: Any, **options: Any) -> NGNOptimizer:
+        known = _options_of(cls)
+        for name in options:
+            if name not in known:
+                listed = ", ".join(n for n in known if n not in ("self", "params", "defaults"))
+                advice = FOREIGN_OPTIONS.get(name, f"its options are {listed}")
+                raise TypeError(f"{cls.__name__} has no option {name}: {advice}")
+        return super().__new__(cls)
 
     def __init__(
         self,
         params: Any,
         defaults: dict[str, Any],
         *,
-        loss_floor: float,
-        max_grad_norm: float | None,
-        backend: str,
+        loss_floor: float = 0.0,
+        max_grad_norm: float | None = None,
+        backend: str = "auto",
+        state: str | tuple[str, str] = "float32",
+        rounding: str = "nearest",
+        reduce_group: Any = "auto",
+        replicas: int | None = None,
+        loss_reduction: str = "mean",
     ) -> None:
-        require("loss_floor", loss_floor, "a finite number", lambda v: math.isfinite(v))
-        if max_grad_norm is not None:
-            require(
-                "max_grad_norm", max_grad_norm, "None or in (0, inf)", lambda v: 0 < v < math.inf
-            )
-        check_backend(backend)
-        self.loss_floor = float(loss_floor)
+        self._storage = Storage.of(state, rounding)
+        self._ranks = Ranks(reduce_group, replicas, loss_reduction)
+        self.loss_floor = loss_floor
         self.max_grad_norm = max_grad_norm
         self.backend = backend
-        self._pending: tuple[float | Tensor, float] | None = None
+        self._pending = PendingLoss()  # one object, which proxies that copy __dict__ share
         self._skipped_before = 0
         self._forget()
         super().__init__(params, defaults)
@@ -98,10 +134,63 @@ class NGNOptimizer(Optimizer):
     def _forget(self) -> None:
         """Drop all that can be derived again."""
         self._plan: Plan | None = None
-        self._boards: dict[torch.device, Board] = {}
-        self._home: Board | None = None
+        self._tables: dict[torch.device, DeviceTables] = {}
+        self._home: DeviceTables | None = None
         self._momentum = False
-        self._checked: list[Hyper] | None = None
+        self._checked: Any = None
+
+    # Options
+
+    @property
+    def loss_floor(self) -> float:
+        return self._loss_floor
+
+    @loss_floor.setter
+    def loss_floor(self, value: float) -> None:
+        require("loss_floor", value, "a finite number", lambda v: math.isfinite(v))
+        self._loss_floor = float(value)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        if value is not None:
+            require("max_grad_norm", value, "None or in (0, inf)", lambda v: 0 < v < math.inf)
+        self._max_grad_norm = value
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @backend.setter
+    def backend(self, name: str) -> None:
+        check_backend(name)
+        self._backend = name
+        self._plan = None
+
+    def _option(self, name: str) -> Any:
+        """As it was given; the attribute `state` is every optimizer's own."""
+        if name == "state":
+            return self._storage.given
+        return self._storage.rounding if name == "rounding" else getattr(self, name)
+
+    @property
+    def preconditioner(self) -> str | None:
+        return "rms" if RULES[self.defaults["algorithm"]].rms else None
+
+    @property
+    def reduce_group(self) -> Any:
+        return self._ranks.reduce_group
+
+    @property
+    def replicas(self) -> int | None:
+        return self._ranks.replicas
+
+    @property
+    def loss_reduction(self) -> str:
+        return self._ranks.loss_reduction
 
     # Groups
 
@@ -109,18 +198,21 @@ class NGNOptimizer(Optimizer):
         if isinstance(param_group, dict):
             param_group = dict(param_group)
             for name in PER_OPTIMIZER:
-                if name in param_group:
+                # ZeroRedundancyOptimizer echoes options into its groups.
+                if name in param_group and param_group.pop(name) != self._option(name):
                     raise ValueError(
                         f"{name} is an option of the whole optimizer, not of a group: "
                         f"pass it to {type(self).__name__}(...) itself"
                     )
             params = param_group["params"]
+            if isinstance(params, (set, frozenset)):
+                raise TypeError("a group is a set of parameters, which has no order: pass a list")
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group["params"] = params
             tensors = [p[1] if isinstance(p, tuple) else p for p in params]
             if len({id(p) for p in tensors}) < len(tensors):
                 raise ValueError("a group lists the same parameter twice: pass each parameter once")
-            check_group({**self.defaults, **param_group}, self.defaults["algorithm"])
+            check_group({**self.defaults, **param_group}, self.defaults)
         super().add_param_group(param_group)
         self._plan = None
 
@@ -132,21 +224,29 @@ class NGNOptimizer(Optimizer):
             self._momentum = any(_betas(group)[0] > 0 for group in self.param_groups)
         return rule.with_momentum(self._momentum)
 
-    def _hypers(self) -> tuple[list[Hyper], dict[int, Tensor]]:
+    def _group_values(self) -> tuple[list[GroupValues], dict[int, Tensor]]:
         """The groups' values, checked if they changed; an lr on a device comes apart, unread."""
-        hypers, device_lrs = [], {}
+        values, device_lrs = [], {}
         for index, group in enumerate(self.param_groups):
             lr = group["lr"]
             if isinstance(lr, Tensor):
                 if lr.device.type != "cpu":
                     device_lrs[index] = lr
                 lr = lr.item() if lr.device.type == "cpu" else 0.0
-            hypers.append(Hyper(lr, *_betas(group), group.get("eps", 1.0), group["weight_decay"]))
-        if hypers != self._checked:
+            eps = group.get("eps", 1.0)
+            values.append(GroupValues(lr, *_betas(group), eps, group["weight_decay"]))
+        seen = values, [len(group) for group in self.param_groups]  # a key may have come, too
+        if seen != self._checked:
             for group in self.param_groups:
-                check_group(group, self.defaults["algorithm"])
-            self._checked = hypers
-        return hypers, device_lrs
+                check_group(group, self.defaults)
+            self._checked = seen
+        return values, device_lrs
+
+    def _all_params(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Group, place in it, parameter: in the order in which state_dict counts them."""
+        for group, values in enumerate(self.param_groups):
+            for place, param in enumerate(values["params"]):
+                yield group, place, param
 
     def _label(self, group: int, index: int) -> str:
         params = self.param_groups[group]
@@ -156,209 +256,253 @@ class NGNOptimizer(Optimizer):
 
     # The loss
 
+    def add_loss(self, share: float | Tensor) -> None:
+        """Add to the loss of the next ``step()`` what a ``backward()`` is called on.
+
+        Args:
+            share: such as ``loss / n`` where n micro-batches make a step; before any loss scale.
+        """
+        self._pending.add(share, self.param_groups)
+
     def set_loss(self, loss: float | Tensor, weight: float = 1.0) -> None:
-        """Give the loss of the next bare ``step()``; several calls make a weighted mean.
+        """Give the loss of the next ``step()``; several calls make a weighted mean.
 
         Args:
             loss: the loss of one micro-batch.
             weight: its share, such as its number of samples or tokens; greater than 0.
         """
         require("weight", weight, "in (0, inf)", lambda v: 0 < v < math.inf)
-        value = wide(read_loss(loss)) * weight
-        if self._pending is not None:
-            value, weight = value + self._pending[0], weight + self._pending[1]
-        self._pending = (value, float(weight))
+        self._pending.set(loss, weight, self.param_groups)
 
-    def _find_loss(
-        self, closure: Callable[[], Any] | None, loss: Any
-    ) -> tuple[Any, float | Tensor | None]:
-        """The loss as the caller gave it, and as a number; None if there is none."""
-        if closure is not None and not callable(closure):
-            raise TypeError(
-                f"step() takes a closure, not {type(closure).__name__}: {HOW_TO_PASS_THE_LOSS}"
-            )
-        sources = (closure is not None) + (loss is not None) + (self._pending is not None)
-        if sources > 1:
-            raise RuntimeError(f"the loss came from two sources at once: {HOW_TO_PASS_THE_LOSS}")
-        if self._pending is not None:
-            total, weight = self._pending
-            self._pending = None
-            return None, total / weight
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            if loss is None:
-                raise RuntimeError("the closure returned None: return the loss from it")
-        return loss, None if loss is None else read_loss(loss)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and with those that no step has used the loss given for them."""
+        self._pending.before_zero_grad(self.param_groups)
+        super().zero_grad(set_to_none)
+        if not set_to_none:
+            self._pending.after_zero_grad(self.param_groups)
 
     # The step
 
+    @entrance
     def step(
         self, closure: Callable[[], Any] | None = None, *, loss: float | Tensor | None = None
     ) -> Any:
         """Take one step. It is atomic: on bad input nothing changes.
 
         Args:
-            closure: re-evaluates the model and returns the loss.
+            closure: re-evaluates the model and returns the loss. What ``add_loss`` or ``set_loss``
+                gave, before or in the closure, goes before what it returns.
             loss: the loss that the gradients belong to, a number or a tensor with one element.
 
         Returns:
-            The loss as it was given.
+            The loss as it was given, or what the closure returned.
         """
-        # torch would wrap every step() for hooks and profilers, at half the cost of a small step.
-        observed = (
-            torch.autograd._profiler_enabled()
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-        )
-        # A step() of a subclass has been wrapped already.
-        if observed and type(self).step is NGNOptimizer.step:
-            return _observed_step(self, closure, loss=loss)
-        return self._step(closure, loss=loss)
-
-    step.hooked = True  # type: ignore[attr-defined]  # tells torch not to wrap it
-
-    def _step(
-        self, closure: Callable[[], Any] | None = None, *, loss: float | Tensor | None = None
-    ) -> Any:
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
-            return self._take_step(closure, loss)
+            group = self._ranks.group()
+            exchange = None if group is None else self._exchange(group)
+            try:
+                given, value, plan = self._prepare(closure, loss, exchange)
+            except Exception as error:
+                if exchange is None:
+                    raise
+                exchange.fail(error)
+            if plan is None:
+                return given
 
-    def _take_step(self, closure: Callable[[], Any] | None, loss: float | Tensor | None) -> Any:
-        given, value = self._find_loss(closure, loss)
+            # Ranks talk also where there is nothing to sum.
+            for reduction in plan.reductions or (() if exchange is None else (None,)):
+                if reduction is not None:
+                    for bucket in plan.buckets:
+                        bucket.backend.reduce(bucket, reduction)
+                    plan.share_sums()
+                if exchange is not None and not exchange.run(
+                    plan, value is not None, reduction is not None
+                ):
+                    return given
+            # The home device comes last: it counts the step for all.
+            for bucket in reversed(plan.buckets):
+                if bucket is plan.last_at_home:
+                    plan.share_reasons()
+                bucket.backend.apply(bucket, plan.rule, last=bucket is plan.buckets[0])
+            plan.finish()
+            self._home = plan.home
+            self._warn_of(plan.home.report.unheard_reason())
+            return given
+
+    def _exchange(self, group: Any) -> Exchange:
+        """Of this step; messages begin and end where the first parameter lies."""
+        home = any_device(self.param_groups)
+        return Exchange(self._ranks, group, type(self).__name__, home)
+
+    def _prepare(
+        self, closure: Callable[[], Any] | None, loss: Any, exchange: Exchange | None
+    ) -> tuple[Any, float | Tensor | None, Plan | None]:
+        """The loss as given and as a number, and the plan, which has been told all that it needs.
+
+        The plan is None where no step is to be taken.
+        """
+        given, value = self._pending.of_step(closure, loss, self.param_groups)
         if value is None:
-            # torch.distributed.checkpoint makes optimizers create their state this way.
-            if any(group["lr"] != 0 for group in self.param_groups):
-                name = type(self).__name__
-                raise RuntimeError(f"{name} needs the loss of this step: {HOW_TO_PASS_THE_LOSS}")
-            self._current_plan()
-            return None
-        height = value if isinstance(value, Tensor) else value - self.loss_floor
-        if not isinstance(height, Tensor) and height < 0 and math.isfinite(height):
+            if self._only_creates_state(exchange):
+                self._current_plan()
+                return None, None, None
+            if exchange is None:
+                if has_gradients(self.param_groups):
+                    missing = self._pending.missing(type(self).__name__, closure is not None)
+                    raise RuntimeError(missing)
+                return None, None, None
+        elif exchange is None:
+            self._check_height(value)
+        values, device_lrs = self._group_values()
+        plan = self._current_plan()
+        for device in plan.devices:
+            device.inputs.set_groups(values, device_lrs)
+            device.inputs.set(self._scalars(0.0 if value is None else value))
+            device.inputs.send()
+        if exchange is not None:
+            exchange.agreement = self._agreement(plan, values, device_lrs)
+            exchange.check_loss = self._check_height
+            exchange.has_gradients = has_gradients(self.param_groups)
+        return given, value, plan
+
+    def _only_creates_state(self, exchange: Exchange | None) -> bool:
+        """torch.distributed.checkpoint makes optimizers create their state by a step at lr 0.
+
+        So does the first step of a warm-up on a rank without a loss, but its gradients are not 0.
+        """
+        if any(group["lr"] != 0 for group in self.param_groups):
+            return False
+        if exchange is None:
+            return True
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        return not self.state and all(g is None or not local(g).any() for g in grads)
+
+    def _agreement(
+        self, plan: Plan, values: list[GroupValues], device_lrs: dict[int, Tensor]
+    ) -> Agreement:
+        """What must be the same on every rank; of groups that all ranks have, all values."""
+        made_of = values, self._loss_floor, self._max_grad_norm
+        if plan.agreed is None or plan.agreed[0] != made_of:
+            plan.agreed = made_of, Agreement(self._shared_values(values, device_lrs))
+        agreement: Agreement = plan.agreed[1]
+        return agreement
+
+    def _shared_values(
+        self, values: list[GroupValues], device_lrs: dict[int, Tensor]
+    ) -> dict[str, Any]:
+        shared: dict[str, Any] = {
+            "the algorithm": self.defaults["algorithm"],
+            "loss_floor": self._loss_floor,
+            "max_grad_norm": self._max_grad_norm,
+            "loss_reduction": self.loss_reduction,
+            "replicas": self.replicas,
+        }
+        if self.replicas is None:
+            groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
+            params = [p for group in self.param_groups for p in group["params"]]
+            shared["state and rounding"] = tuple(self._storage)
+            shared["the number of groups"] = len(groups)
+            shared["the number of elements"] = sum(p.numel() for p in params)
+            shared |= {f"the values of group {i}": tuple(v) for i, v in enumerate(groups)}
+        return shared
+
+    def _scalars(self, loss: float | Tensor) -> list[float | Tensor]:
+        """What a step is told, in the order of Input."""
+        clipping = math.inf if self._max_grad_norm is None else self._max_grad_norm
+        grad_scale = self.__dict__.get("grad_scale")  # GradScaler sets these two, perhaps to None
+        found_inf = self.__dict__.get("found_inf")
+        return [
+            loss,
+            self._loss_floor,
+            1.0 if grad_scale is None else grad_scale,
+            0.0 if found_inf is None else found_inf,
+            clipping,
+        ]
+
+    def _check_height(self, loss: float | Tensor) -> None:
+        """A loss on a device is never read: there the kernels look at it."""
+        if not isinstance(loss, Tensor) and math.isfinite(loss) and loss < self._loss_floor:
             raise ValueError(
-                f"the loss {value} is below loss_floor={self.loss_floor}: NGN step sizes need "
+                f"the loss {loss} is below loss_floor={self.loss_floor}: NGN step sizes need "
                 f"loss >= loss_floor, pass {type(self).__name__}(..., loss_floor=...) that holds"
             )
 
-        hypers, device_lrs = self._hypers()
-        plan = self._current_plan()
-        if plan is None:
-            return given
-        for board in plan.boards:
-            board.set_groups(hypers, device_lrs)
-            board.set(HEIGHT, height)
-            board.set(GRAD_SCALE, _or(getattr(self, "grad_scale", None), 1.0))
-            board.set(FOUND_INF, _or(getattr(self, "found_inf", None), 0.0))
-            board.set(MAX_GRAD_NORM, _or(self.max_grad_norm, math.inf))
-            board.send()
-            if self.loss_floor and isinstance(height, Tensor):
-                board.scalars[HEIGHT].sub_(self.loss_floor)
-
-        for reduction in plan.reductions:
-            for bucket in plan.buckets:
-                bucket.backend.reduce(bucket, reduction)
-            plan.share_sums()
-        # The home device comes last: it counts the step for all.
-        for bucket in reversed(plan.buckets):
-            if len(plan.boards) > 1 and bucket.board is plan.home:
-                plan.share_reason()
-            bucket.backend.apply(bucket, plan.rule, last=bucket is plan.buckets[0])
-        plan.finish()
-        self._home = plan.home
-        self._tell(plan.home.news())
-        return given
-
-    def _tell(self, reason: Reason) -> None:
+    def _warn_of(self, reason: Reason) -> None:
         if reason is not Reason.NONE:
             warn(f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning)
 
-    def _current_plan(self) -> Plan | None:
+    def _current_plan(self) -> Plan:
         """The plan with this step's gradients, built anew if anything else has moved."""
         plan, rule = self._plan, self.rule
-        reductions = rule.reductions(self.max_grad_norm is not None)
-        params: list[Tensor] = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        if plan is not None and plan.is_of(rule, reductions, params, self.state) and plan.refresh():
-            return plan
-        self._plan = None
-        self._plan = self._build_plan(rule, reductions, params)
-        return self._plan
+        reductions = rule.reductions(self._max_grad_norm is not None)
+        self._plan = None  # one that cannot be brought up to date is not kept
+        if (
+            plan is None
+            or plan.rule is not rule
+            or plan.reductions is not reductions
+            or not plan.refresh(self.param_groups, self.state)
+        ):
+            plan = self._build_plan(rule, reductions)
+        self._plan = plan
+        return plan
 
-    def _build_plan(
-        self, rule: Rule, reductions: tuple[Rule, ...], params: list[Tensor]
-    ) -> Plan | None:
-        # A parameter that once had a gradient keeps its row, so that plans stay.
-        found = [
-            (param, group_index, self._label(group_index, index))
-            for group_index, group in enumerate(self.param_groups)
-            for index, param in enumerate(group["params"])
-            if param.grad is not None or param in self.state
+    def _build_plan(self, rule: Rule, reductions: tuple[Rule, ...]) -> Plan:
+        participants = [
+            Participant(param, group, label, self._ranks.copies(param, label), number)
+            for number, (group, place, param) in enumerate(self._all_params())
+            if param.grad is not None or self.state.get(param)
+            for label in [self._label(group, place)]
         ]
-        for param, _, label in found:
-            check_param(param, label)
-        check_overlap([(param, label) for param, _, label in found])
-        keys = [self._bucket_key(param) for param, _, _ in found]
-        backends = {key: select_backend(self.backend, key) for key in keys}
-        # Nothing can be refused from here on: state may be created.
-        rows: dict[BucketKey, list[Row]] = {}
-        for key, (param, group_index, label) in zip(keys, found, strict=True):
-            init_state(self.state[param], param, rule)
-            rows.setdefault(key, []).append(Row(param, group_index, label, self.state[param], rule))
-        if not rows:
-            return None
-
-        # Buckets of one device lie together, the home device's first.
-        devices = list(dict.fromkeys(key.device for key in rows))
-        for device in devices:
-            if device not in self._boards:
-                self._boards[device] = Board(device)
-            self._boards[device].make_room(len(self.param_groups))
-        in_order = sorted(rows, key=lambda key: devices.index(key.device))
-        buckets = [Bucket(key, rows[key], backends[key]) for key in in_order]
-        states = list(self.state.values())
-        plan = Plan(buckets, self._boards, rule, reductions, params, states)
-        for bucket in plan.buckets:
-            bucket.backend.prepare(bucket)
-        if not plan.refresh():
+        plan = build_plan(
+            self.param_groups,
+            self.state,
+            rule,
+            reductions,
+            participants,
+            partial(select_backend, self.backend),
+            self._tables_of,
+            self._storage,
+        )
+        if not plan.refresh(self.param_groups, self.state):
             raise RuntimeError("a tensor was replaced while the step was being planned")
         return plan
 
-    def _bucket_key(self, param: Tensor) -> BucketKey:
-        grad = param.dtype if param.grad is None else param.grad.dtype
-        held = self.state.get(param, {})
-        state = next(
-            (held[key].dtype for key in STATE_KEYS if key in held), state_dtype(param.dtype)
-        )
-        return BucketKey(param.device, param.dtype.to_real(), grad.to_real(), state.to_real())
+    def _tables_of(self, device: torch.device) -> DeviceTables:
+        groups = len(self.param_groups)
+        if device not in self._tables:
+            self._tables[device] = DeviceTables(device, groups)
+        self._tables[device].make_room(groups)
+        return self._tables[device]
 
     # Telemetry
 
     @property
     def shrink(self) -> Tensor | None:
-        """rho of the last applied step, on the device; None before it and for coordinate rules."""
-        if self._home is None or self.rule.coordinate:
-            return None
-        return self._home.scalars[SHRINK].clone()
+        """rho of the last applied step, on the device; None before it and for coordinate rules.
+
+        On a GPU, where the host does not know whether a step was applied, NaN before the first.
+        """
+        sizes = self._sizes()
+        return None if sizes is None else sizes[Size.SHRINK]
 
     def step_sizes(self) -> list[Tensor] | None:
-        """gamma of each group in the last step, on the device; None where ``shrink`` is."""
-        rho = self.shrink
-        if rho is None or self._home is None:
+        """gamma of each group in the last applied step, on the device; None where ``shrink`` is."""
+        sizes = self._sizes()
+        return None if sizes is None else list(sizes[Size.STEP_SIZES :].unbind())
+
+    def _sizes(self) -> Tensor | None:
+        if self._home is None or self.rule.coordinate:
             return None
-        lr, weight_decay = self._home.groups[:, 0], self._home.groups[:, 4]
-        a = lr / (1 + weight_decay * lr) if self.rule.regularised else lr
-        return list((a * rho).unbind())
+        sizes = self._home.report.sizes.clone()
+        return None if sizes.is_cpu and sizes[Size.SHRINK].isnan() else sizes
 
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps were skipped, in whole or in part; an int64 tensor on the device."""
-        device = (
-            self.param_groups[0]["params"][0].device if self._home is None else self._home.device
-        )
+        device = any_device(self.param_groups) if self._home is None else self._home.device
         total = torch.full((), self._skipped_before, dtype=torch.int64, device=device)
-        for board in self._boards.values():
-            total += board.report[SKIPPED].to(device)
+        for tables in self._tables.values():
+            total += tables.report.counts[Count.SKIPPED].to(device)
         return total
 
     # Saving and loading
@@ -366,25 +510,38 @@ class NGNOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
-            "loss_floor": self.loss_floor,
-            "max_grad_norm": self.max_grad_norm,
-            "backend": self.backend,
+            "_loss_floor": self._loss_floor,
+            "_max_grad_norm": self._max_grad_norm,
+            "_backend": self._backend,
+            "_ranks": self._ranks,
+            "_storage": self._storage,
             "_pending": self._pending,
             "_skipped_before": int(self.skipped_steps),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "backend" in state:  # unpickled or copied, not merely loaded
+        if "_backend" in state:  # unpickled or copied, not merely loaded
             self._forget()
         self._plan = None
         self._momentum = any("momentum_buffer" in held for held in self.state.values())
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain tensors, which any backend and any ``state=`` loads."""
+        if not self._storage.narrow:
+            return super().state_dict()
+        held = self.state
+        self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = held
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, on any backend and device.
 
-        Unlike torch's, it never recasts state and copies every tensor. Everything is checked
-        before anything changes.
+        Unlike torch's, it recasts state only if ``state=`` says so, and copies every tensor.
+        Everything is checked before anything changes.
         """
         state_dict = dict(state_dict)
         for pre_hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
@@ -393,16 +550,21 @@ class NGNOptimizer(Optimizer):
 
         groups = deepcopy(state_dict["param_groups"])
         check_loadable(groups, self.param_groups, self.defaults)
-        owners: dict[Any, tuple[Tensor, str]] = {}
-        for g, (theirs, ours) in enumerate(zip(groups, self.param_groups, strict=True)):
-            for i, saved in enumerate(theirs["params"]):
-                owners[saved] = (ours["params"][i], self._label(g, i))
+        saved_names = [saved for group in groups for saved in group["params"]]
+        owners = {
+            saved: (param, self._label(group, place), number)
+            for number, (saved, (group, place, param)) in enumerate(
+                zip(saved_names, self._all_params(), strict=True)
+            )
+        }
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for saved, values in state_dict["state"].items():
             if saved not in owners:
                 raise ValueError(f"the loaded state has parameter {saved!r}, which is in no group")
-            param, label = owners[saved]
-            state[param] = load_state(param, values, self.defaults["algorithm"], label)
+            param, label, number = owners[saved]
+            state[param] = load_state(
+                param, values, self.defaults["algorithm"], label, self._storage, number
+            )
 
         for theirs, ours in zip(groups, self.param_groups, strict=True):
             theirs["params"] = ours["params"]
@@ -415,7 +577,18 @@ class NGNOptimizer(Optimizer):
             post_hook(self)
 
 
-_observed_step = Optimizer.profile_hook_step(NGNOptimizer._step)
+def _options_of(cls: type) -> list[str]:
+    """What the constructor takes, and what it passes on to the one before it."""
+    known: dict[str, None] = {}
+    for base in cls.__mro__:
+        if "__init__" not in base.__dict__:
+            continue
+        parameters = inspect.signature(base.__dict__["__init__"]).parameters.values()
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        known |= dict.fromkeys(p.name for p in parameters if p.kind in named)
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            break
+    return list(known)
 
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:
@@ -423,7 +596,3 @@ def _betas(group: dict[str, Any]) -> tuple[float, float]:
         beta1, beta2 = group["betas"]
         return beta1, beta2
     return group.get("momentum", 0.0), group.get("beta2", 0.0)
-
-
-def _or(value: Any, default: float) -> Any:
-    return default if value is None else value

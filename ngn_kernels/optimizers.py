@@ -7,11 +7,14 @@ all groups; with several groups c and l are each parameter's own. docs/algorithm
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .optimizer import NGNOptimizer
+from .optimizer import NGNOptimizer, Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class NGN(NGNOptimizer):
@@ -26,9 +29,7 @@ class NGN(NGNOptimizer):
         params: parameters, named parameters, or groups of them.
         lr: c, the largest step size; a float or a tensor.
         weight_decay: l, decoupled.
-        loss_floor: a lower bound of the loss.
-        max_grad_norm: clip all gradients together to this norm, without touching them.
-        backend: "auto", "triton", "cpu" or "reference".
+        options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
 
     Example:
         >>> import torch
@@ -48,14 +49,10 @@ class NGN(NGNOptimizer):
         lr: float | Tensor = 1.0,
         *,
         weight_decay: float = 0.0,
-        loss_floor: float = 0.0,
-        max_grad_norm: float | None = None,
-        backend: str = "auto",
+        **options: Unpack[Options],
     ) -> None:
         defaults = dict(lr=lr, weight_decay=weight_decay, algorithm="NGN")
-        super().__init__(
-            params, defaults, loss_floor=loss_floor, max_grad_norm=max_grad_norm, backend=backend
-        )
+        super().__init__(params, defaults, **options)
 
 
 class NGNM(NGNOptimizer):
@@ -72,9 +69,7 @@ class NGNM(NGNOptimizer):
         lr: c, the largest step size; a float or a tensor.
         momentum: b.
         weight_decay: l, decoupled; it enters the momentum.
-        loss_floor: a lower bound of the loss.
-        max_grad_norm: clip all gradients together to this norm, without touching them.
-        backend: "auto", "triton", "cpu" or "reference".
+        options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
     """
 
     def __init__(
@@ -84,14 +79,10 @@ class NGNM(NGNOptimizer):
         momentum: float = 0.9,
         *,
         weight_decay: float = 0.0,
-        loss_floor: float = 0.0,
-        max_grad_norm: float | None = None,
-        backend: str = "auto",
+        **options: Unpack[Options],
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, algorithm="NGNM")
-        super().__init__(
-            params, defaults, loss_floor=loss_floor, max_grad_norm=max_grad_norm, backend=backend
-        )
+        super().__init__(params, defaults, **options)
 
 
 class NGND(NGNOptimizer):
@@ -109,9 +100,7 @@ class NGND(NGNOptimizer):
         beta2: b2, used with "rms".
         eps: keeps D above 0, used with "rms".
         weight_decay: l, decoupled.
-        loss_floor: a lower bound of the loss.
-        max_grad_norm: clip all gradients together to this norm, without touching them.
-        backend: "auto", "triton", "cpu" or "reference".
+        options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
     """
 
     def __init__(
@@ -123,17 +112,13 @@ class NGND(NGNOptimizer):
         eps: float = 1e-8,
         *,
         weight_decay: float = 0.0,
-        loss_floor: float = 0.0,
-        max_grad_norm: float | None = None,
-        backend: str = "auto",
+        **options: Unpack[Options],
     ) -> None:
         if preconditioner not in (None, "rms"):
             raise ValueError(f'preconditioner={preconditioner!r}: must be None or "rms"')
         algorithm = "NGND" if preconditioner is None else "NGND(rms)"
         defaults = dict(lr=lr, beta2=beta2, eps=eps, weight_decay=weight_decay, algorithm=algorithm)
-        super().__init__(
-            params, defaults, loss_floor=loss_floor, max_grad_norm=max_grad_norm, backend=backend
-        )
+        super().__init__(params, defaults, **options)
 
 
 class _MomentumAndRms(NGNOptimizer):
@@ -149,16 +134,12 @@ class _MomentumAndRms(NGNOptimizer):
         eps: float = 1e-8,
         *,
         weight_decay: float = 0.0,
-        loss_floor: float = 0.0,
-        max_grad_norm: float | None = None,
-        backend: str = "auto",
+        **options: Unpack[Options],
     ) -> None:
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, algorithm=self.algorithm
         )
-        super().__init__(
-            params, defaults, loss_floor=loss_floor, max_grad_norm=max_grad_norm, backend=backend
-        )
+        super().__init__(params, defaults, **options)
 
 
 class NGNMDv1(_MomentumAndRms):
@@ -177,9 +158,7 @@ class NGNMDv1(_MomentumAndRms):
         betas: (b1, b2).
         eps: keeps D above 0.
         weight_decay: l, decoupled; it enters the momentum.
-        loss_floor: a lower bound of the loss.
-        max_grad_norm: clip all gradients together to this norm, without touching them.
-        backend: "auto", "triton", "cpu" or "reference".
+        options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
     """
 
     algorithm = "NGNMDv1"

@@ -1,11 +1,11 @@
-"""Tensors to tables: which rows share a bucket, where their memory lies, what moves between steps.
+"""Tensors to tables: which rows share a bucket, and where their memory lies. It knows no math.
 
-A plan is built once and kept while nothing but gradients moves. It knows no math.
+A plan is built once and kept while nothing but gradients moves; its signature decides that.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,175 +13,145 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .checks import check_gradient, is_dense
-from .rules import Reason, Rule
-from .scan import EMPTY, ODD, SAME, STALE, Scan, make_scan, same_items, same_values
-from .state import STATE_KEYS, same_order
-from .transfer import Numbers, is_capturing, numbers_of
-
-# Columns of a bucket's table, the order of TensorRow in csrc/tables.h.
-X, G, M, V, STEP, NUMEL, GROUP = range(7)
-# Entries of Board.scalars and Board.report: StepScalars and Report in csrc/tables.h.
-HEIGHT, GRAD_SCALE, FOUND_INF, MAX_GRAD_NORM, SHRINK = range(5)
-REASON, SKIPPED, LAST_REASON = range(3)
-
-
-class Hyper(NamedTuple):
-    """One group's values, in the order of Group in csrc/tables.h."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
+from .checks import check_gradient, check_overlap, check_param, has_memory, is_dense
+from .formats import REMAINDER, Storage, narrow_format, noise_key, rounding_of, scale_key
+from .rules import Rule
+from .shards import is_sharded, local, placed_like, same_placement
+from .signature import (
+    EMPTY_ADDRESS,
+    SAME,
+    STALE,
+    UNUSUAL,
+    UNUSUAL_ADDRESS,
+    SignatureRow,
+    make_signature,
+)
+from .state import (
+    STATE_KEYS,
+    check_rounding,
+    check_state,
+    check_storage,
+    init_state,
+    keys_of,
+    same_order,
+    storage_of,
+    stored_dtype,
+)
+from .tables import Column, Count, DeviceTables, Sum, float_type
+from .transfer import Numbers
 
 
 def real_view(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class Board:
-    """The numbers of a step that all buckets of one device read, and what the step reports back."""
+class Participant(NamedTuple):
+    """A parameter that has a gradient, or has had one and keeps its row, so that plans stay."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # Metal has no float64.
-        self.wide = torch.float32 if device.type == "mps" else torch.float64
-        self.scalars = torch.zeros(5, dtype=self.wide, device=device)
-        self.report = torch.zeros(3, dtype=torch.int64, device=device)
-        self._scalars = numbers_of(self.scalars.narrow(0, 0, SHRINK))
-        self._scalar_slots = self.scalars.unbind()
-        self._host_report = self.report.numpy().data if device.type == "cpu" else None
-        # Numbers of other tensors on a device, which are never read.
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._seen = 0
-        self._in_flight: tuple[Tensor, torch.cuda.Event] | None = None
-        self._lay_out(0)
+    param: Tensor
+    group: int
+    label: str
+    copies: int  # on how many ranks the same elements lie
+    number: int = 0  # among all parameters of the optimizer
 
-    def _lay_out(self, groups: int) -> None:
-        self.groups = torch.zeros(groups, 5, dtype=self.wide, device=self.device)
-        self._groups = numbers_of(self.groups)
-        self._lr_slots = self.groups.select(1, 0).unbind()
-        self._hypers: list[Hyper] | None = None
 
-    def make_room(self, groups: int) -> None:
-        if len(self.groups) != groups:
-            self._lay_out(groups)
+class BucketKey(NamedTuple):
+    """What the rows of a bucket share: a device, and the element type of each column.
 
-    def set(self, index: int, value: float | Tensor) -> None:
-        """Write one scalar; the device has it after `send`."""
-        if isinstance(value, Tensor):
-            value = self._number(value, self._scalar_slots[index])
-        self._scalars.values[index] = value
+    The type of m and v names their format, too.
+    """
 
-    def set_groups(self, hypers: list[Hyper], device_lrs: dict[int, Tensor]) -> None:
-        """Write the groups' values; an lr that lives on a device is copied, never read."""
-        if hypers != self._hypers:
-            self._groups.values[:] = hypers
-            for index, lr in device_lrs.items():
-                self._groups.values[index, 0] = self._number(lr, self._lr_slots[index])
-            self._hypers = None if device_lrs else hypers
+    device: torch.device
+    param: torch.dtype
+    grad: torch.dtype
+    m: torch.dtype
+    v: torch.dtype
+    rounding: str = "nearest"  # of the parameters
 
-    def _number(self, value: Tensor, slot: Tensor) -> float:
-        """A tensor's number if it is on the host, or else NaN until `send` copies it over."""
-        if self._host_report is not None or value.device.type == "cpu":
-            return float(value)
-        self._copies.append((slot, value.detach().reshape(())))
-        return math.nan
+    @property
+    def narrow(self) -> bool:
+        """Whether storing takes more than a cast to nearest; all is then computed in float32."""
+        columns = zip(STATE_KEYS, (self.m, self.v), strict=True)
+        coded = any(narrow_format(key, dtype) is not None for key, dtype in columns)
+        return coded or self.rounding != "nearest"
 
-    def send(self) -> None:
-        """Bring what was written to the device, without waiting for it."""
-        self._scalars.send()
-        self._groups.send()
-        if self._copies:
-            slots, values = zip(*self._copies, strict=True)
-            torch._foreach_copy_(slots, values, non_blocking=True)
-            self._copies.clear()
-
-    def news(self) -> Reason:
-        """The reason of a skipped step not yet told; from a GPU it arrives some steps late."""
-        if self._host_report is not None:
-            return self._read(self._host_report)
-        if self.device.type != "cuda" or is_capturing(self.device):
-            return Reason.NONE
-        if self._in_flight is None:
-            host = torch.zeros(3, dtype=torch.int64, pin_memory=True)
-            self._in_flight = (host, torch.cuda.Event())
-        host, event = self._in_flight
-        if not event.query():
-            return Reason.NONE
-        reason = self._read(host.tolist())
-        host.copy_(self.report, non_blocking=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return reason
-
-    def _read(self, report: memoryview | list[int]) -> Reason:
-        if report[SKIPPED] == self._seen:
-            return Reason.NONE
-        self._seen = report[SKIPPED]
-        return Reason(report[LAST_REASON])
+    @classmethod
+    def of(
+        cls,
+        param: Tensor,
+        state: dict[str, Any],
+        storage: Storage = Storage(),  # noqa: B008
+    ) -> BucketKey:
+        """Of a parameter whose gradient and state may not be there yet."""
+        grad = param.dtype if param.grad is None else param.grad.dtype
+        m, v = (stored_dtype(param, key, state, storage) for key in STATE_KEYS)
+        x, g, m, v = (t.to_real() if t.is_complex else t for t in (param.dtype, grad, m, v))
+        return cls(param.device, x, g, m, v, rounding_of(param.dtype, storage.rounding))
 
 
 class Row:
     """One parameter that takes part: its state, and the memory that a kernel may touch for it."""
 
-    def __init__(
-        self, param: Tensor, group: int, label: str, state: dict[str, Any], rule: Rule
-    ) -> None:
-        self.param = param
-        self.group = group
-        self.label = label
+    def __init__(self, of: Participant, state: dict[str, Any], rule: Rule) -> None:
+        self.param, self.group, self.label, self.copies, number = of
+        self.noise_key = noise_key(number)
         self.state = state
+        self.local = local(self.param)
         # A parameter with gaps in memory is worked on in a dense copy and written back.
         self.copy = (
             None
-            if is_dense(param)
-            else torch.empty_like(param, memory_format=torch.contiguous_format, requires_grad=False)
+            if is_dense(self.local)
+            else torch.empty_like(
+                self.local, memory_format=torch.contiguous_format, requires_grad=False
+            )
         )
-        self.x = real_view(param.detach() if self.copy is None else self.copy)
-        self.m = real_view(state["momentum_buffer"]) if rule.momentum else None
-        self.v = real_view(state["exp_avg_sq"]) if rule.rms else None
+        self.m = real_view(local(state["momentum_buffer"])) if rule.momentum else None
+        self.v = real_view(local(state["exp_avg_sq"])) if rule.rms else None
+        self.m_scale, self.v_scale = (state.get(scale_key(key)) for key in STATE_KEYS)
+        self.remainder: Tensor | None = state.get(REMAINDER)
         self.step: Tensor = state["step"]
         # A gradient whose memory order is another one is copied here.
         self.relaid: Tensor | None = None
+        self.held: Tensor | None = None  # this step's gradient, for a backend that asks for tensors
 
     @property
     def dense(self) -> Tensor:
-        return self.param if self.copy is None else self.copy
+        return self.local if self.copy is None else self.copy
 
-    def gradient(self) -> Tensor | None:
-        """This step's gradient as reals, in the memory order of `x`."""
+    @property
+    def x(self) -> Tensor:
+        """Made anew: a view that is kept would keep memory that the parameter has left."""
+        return real_view(self.dense.detach())
+
+    def hold_gradient(self) -> None:
+        """This step's gradient as reals, in the memory order of `x`, whoever drops it meanwhile."""
         grad = self.param.grad
-        if grad is None:
-            return None
-        if not self._is_plain(grad) and self.relaid is not None:
-            grad = self.relaid
-        return real_view(grad)
+        if grad is not None:
+            grad = local(grad) if self._is_plain(grad) else self.relaid
+        self.held = None if grad is None else real_view(grad)
 
-    def grad_pointer(self) -> int:
+    def lay_out_gradient(self) -> int:
         """Where this step's gradient lies, after copying it if its memory order is another one."""
         grad = self.param.grad
         if grad is None:
             return 0
-        check_gradient(grad, self.param.device, self.label)
         if self._is_plain(grad):
-            return grad.data_ptr() or EMPTY
+            return local(grad).data_ptr() or EMPTY_ADDRESS
+        if not same_placement(grad, self.param):
+            grad = placed_like(grad, self.param)
+        grad = local(grad)
         if self.relaid is None or self.relaid.dtype != grad.dtype:
             self.relaid = torch.empty_like(self.dense, dtype=grad.dtype, requires_grad=False)
         self.relaid.copy_(grad)
-        return self.relaid.data_ptr() or EMPTY
+        return self.relaid.data_ptr() or EMPTY_ADDRESS
 
     def _is_plain(self, grad: Tensor) -> bool:
         """Whether the gradient's values lie in its memory, in the order of the parameter's."""
+        if not same_placement(grad, self.param):
+            return False
+        grad = local(grad)
         lazy = grad.is_conj() or grad.is_neg() or grad._is_zerotensor()
-        return same_order(grad, self.dense) and not lazy
-
-
-class BucketKey(NamedTuple):
-    device: torch.device
-    param: torch.dtype
-    grad: torch.dtype
-    state: torch.dtype
+        return same_order(grad, self.dense) and not lazy and has_memory(grad)
 
 
 class Bucket:
@@ -192,143 +162,212 @@ class Bucket:
         self.rows = rows
         self.backend = backend
         self.index = 0
-        self.board: Board
+        self.tables: DeviceTables
         self.sums: Tensor  # of all buckets, on this bucket's device
         self.prepared: Any = None
         self._params = [row.param for row in rows]
         self.active: list[Tensor] = []  # the parameters that have a gradient in this step
-        self.table = np.zeros((7, len(rows)), dtype=np.int64)
+        self.table = np.zeros((len(Column), len(rows)), dtype=np.int64)
         self.gradients: Numbers | None = None  # column G of a backend's copy of the table
-        self.table[X] = [row.x.data_ptr() for row in rows]
-        self.table[M] = [0 if row.m is None else row.m.data_ptr() for row in rows]
-        self.table[V] = [0 if row.v is None else row.v.data_ptr() for row in rows]
-        self.table[STEP] = [row.step.data_ptr() for row in rows]
-        self.table[NUMEL] = [row.x.numel() for row in rows]
-        self.table[GROUP] = [row.group for row in rows]
-        self._grad_pointers = self.table[G]
-        self._scan: Scan | None = None
+        for column, values in {
+            Column.X: [row.x.data_ptr() for row in rows],
+            Column.M: [_address(row.m) for row in rows],
+            Column.V: [_address(row.v) for row in rows],
+            Column.M_SCALE: [_address(row.m_scale) for row in rows],
+            Column.V_SCALE: [_address(row.v_scale) for row in rows],
+            Column.REMAINDER: [_address(row.remainder) for row in rows],
+            Column.NOISE_KEY: [row.noise_key for row in rows],
+            Column.STEP: [row.step.data_ptr() for row in rows],
+            Column.NUMEL: [row.x.numel() for row in rows],
+            Column.GROUP: [row.group for row in rows],
+            Column.COPIES: [row.copies for row in rows],
+        }.items():
+            self.table[column] = values
 
-    @property
-    def scan(self) -> Scan:
-        if self._scan is None:
-            first = self.rows[0]
-            keys = [k for k, t in zip(STATE_KEYS, (first.m, first.v), strict=True) if t is not None]
-            self._scan = make_scan(
-                self._params,
-                [row.dense for row in self.rows],
-                [row.state for row in self.rows],
-                ("step", *keys),
-                self.key.grad,
-            )
-        return self._scan
+    def signature_rows(self, rule: Rule) -> list[SignatureRow]:
+        # A complex gradient has another type: it may be lazily conjugated, and is looked at closely.
+        sample = torch.empty(0, dtype=self.key.grad, device="cpu")
+        return [
+            SignatureRow(r.param, r.dense, r.state, ("step", *keys_of(rule, r.state)), sample)
+            for r in self.rows
+        ]
 
-    def refresh(self) -> bool:
-        """Point the table at this step's gradients; False if a new plan is needed."""
-        seen = self.scan.refresh(self._grad_pointers)
-        if seen == STALE:
-            return False
-        if seen == ODD:
-            for row in self.rows:
-                grad = row.param.grad
-                if grad is not None and grad.dtype.to_real() != self.key.grad:
-                    return False
-            self._grad_pointers[:] = [row.grad_pointer() for row in self.rows]
-        if seen != SAME:
-            active = self._grad_pointers.nonzero()[0]
-            everyone = len(active) == len(self._params)
-            self.active = self._params if everyone else [self._params[i] for i in active]
-        if self.gradients is not None:
-            self.gradients.send()
+    def lay_out_gradients(self) -> bool:
+        """Bring unusual gradients into shape; False if one has another element type."""
+        addresses = self.table[Column.G]
+        for i in (addresses == UNUSUAL_ADDRESS).nonzero()[0]:
+            row = self.rows[i]
+            check_gradient(row.param, row.label)
+            assert row.param.grad is not None
+            if local(row.param.grad).dtype.to_real() != self.key.grad:
+                return False
+            addresses[i] = row.lay_out_gradient()
         return True
+
+    def note_active(self) -> None:
+        addresses = self.table[Column.G]
+        everyone = np.count_nonzero(addresses) == len(self._params)
+        self.active = (
+            self._params if everyone else [self._params[i] for i in addresses.nonzero()[0]]
+        )
 
     def chunks(self, size: int) -> np.ndarray:
         """Rows cut into chunks of `size` elements: (row, first element), in row order."""
-        counts = -(-self.table[NUMEL] // size)
+        counts = -(-self.table[Column.NUMEL] // size)
         rows = np.repeat(np.arange(len(counts)), counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         return np.stack([rows, (np.arange(len(rows)) - first) * size], axis=1)
 
 
 class Plan:
-    """All buckets of a step, in the order of their first parameter."""
+    """All buckets of a step; those of one device lie together, the home device's first."""
 
     def __init__(
         self,
-        buckets: list[Bucket],
-        boards: dict[torch.device, Board],
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, Any],
         rule: Rule,
         reductions: tuple[Rule, ...],
-        params: list[Tensor],
-        states: list[dict[str, Any]],
+        buckets: list[Bucket],
+        devices: list[DeviceTables],
     ) -> None:
-        self.buckets = buckets
         self.rule = rule
         self.reductions = reductions
-        self._params = params
-        self._states = states
-        rows = {id(row.param) for bucket in buckets for row in bucket.rows}
-        self._idle = [param for param in params if id(param) not in rows]
-        self.boards = [boards[d] for d in dict.fromkeys(b.key.device for b in self.buckets)]
-        sums = {
-            board.device: torch.zeros(len(self.buckets), 3, dtype=board.wide, device=board.device)
-            for board in self.boards
-        }
-        self.sums = list(sums.values())
-        self._copies = [row for b in self.buckets for row in b.rows if row.copy is not None]
-        for index, bucket in enumerate(self.buckets):
+        self.buckets = buckets
+        self.devices = devices
+        self._copies = [row for b in buckets for row in b.rows if row.copy is not None]
+        self._sharded = any(is_sharded(row.param) for b in buckets for row in b.rows)
+        self.sums = [
+            torch.zeros(max(1, len(buckets)), len(Sum), dtype=float_type(d.device), device=d.device)
+            for d in devices
+        ]
+        by_device = {d.device: (d, s) for d, s in zip(devices, self.sums, strict=True)}
+        for index, bucket in enumerate(buckets):
             bucket.index = index
-            bucket.board = boards[bucket.key.device]
-            bucket.sums = sums[bucket.key.device]
-
-    @property
-    def home(self) -> Board:
-        """The board that telemetry is read from, and the last to be applied."""
-        return self.boards[0]
-
-    def is_of(
-        self,
-        rule: Rule,
-        reductions: tuple[Rule, ...],
-        params: list[Tensor],
-        state: dict[Tensor, Any],
-    ) -> bool:
-        """Whether this is still a plan of these parameters and this state."""
-        return (
-            rule is self.rule
-            and reductions is self.reductions
-            and same_items(params, self._params)
-            and same_values(state, self._states)
-            and all(param.grad is None for param in self._idle)
+            bucket.tables, bucket.sums = by_device[bucket.key.device]
+            bucket.backend.prepare(bucket)
+        self.signature = make_signature(
+            groups,
+            state,
+            [row for bucket in buckets for row in bucket.signature_rows(rule)],
+            [bucket.table[Column.G] for bucket in buckets],
         )
 
-    def refresh(self) -> bool:
+        # The first bucket of the home device to be applied, where other devices came before it.
+        at_home = [bucket for bucket in buckets if bucket.tables is self.home]
+        self.last_at_home = at_home[-1] if len(devices) > 1 else None
+        self.agreed: Any = None  # what ranks agreed on, kept by ranks.py's caller while it holds
+
+    @property
+    def home(self) -> DeviceTables:
+        """The device that telemetry is read from, and the last to be applied."""
+        return self.devices[0]
+
+    def refresh(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> bool:
+        """Point the tables at this step's gradients; False if a new plan is needed."""
+        if self._sharded:
+            # Otherwise torch looks for an override of each gradient's attribute.
+            with torch._C.DisableTorchFunctionSubclass():
+                seen = self.signature.look(groups, state)
+        else:
+            seen = self.signature.look(groups, state)
+        if seen == STALE:
+            return False
+        if seen == UNUSUAL and not all([bucket.lay_out_gradients() for bucket in self.buckets]):
+            return False
         for bucket in self.buckets:
-            if not bucket.refresh():
-                return False
+            if seen != SAME:
+                bucket.note_active()
+            if bucket.gradients is not None:
+                bucket.gradients.send()
+            if bucket.backend.name == "reference":
+                for row in bucket.rows:
+                    row.hold_gradient()
         for row in self._copies:
             assert row.copy is not None
-            row.copy.copy_(row.param)
+            row.copy.copy_(row.local)
         return True
 
     def finish(self) -> None:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
         for bucket in self.buckets:
-            if bucket.backend.name != "reference":
+            if bucket.backend.name == "reference":
+                for row in bucket.rows:
+                    row.held = None
+            else:
                 increment_version(bucket.active)
         for row in self._copies:
             assert row.copy is not None
-            row.param.copy_(row.copy)
+            row.local.copy_(row.copy)
+        self.signature.release()
 
     def share_sums(self) -> None:
-        """Bring every bucket's sums to every device, asynchronously."""
+        """Bring every bucket's sums to every device."""
         for target in self.sums:
             for bucket in self.buckets:
                 if bucket.sums is not target:
-                    target[bucket.index].copy_(bucket.sums[bucket.index], non_blocking=True)
+                    copy_to(target[bucket.index], bucket.sums[bucket.index])
 
-    def share_reason(self) -> None:
-        """Bring the other devices' reports home, where the step is counted once."""
-        home = self.home.report[REASON]
-        for board in self.boards[1:]:
-            torch.maximum(home, board.report[REASON].to(home.device, non_blocking=True), out=home)
-            board.report[REASON].zero_()
+    def share_reasons(self) -> None:
+        """Bring the other devices' reasons home, where the step is counted once."""
+        home = self.home.report.counts[Count.REASON]
+        for other in self.devices[1:]:
+            reason = other.report.counts[Count.REASON]
+            torch.maximum(home, copy_to(torch.empty_like(home), reason), out=home)
+            reason.zero_()
+
+
+def any_device(groups: list[dict[str, Any]]) -> torch.device:
+    first = next((param for group in groups for param in group["params"]), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def copy_to(target: Tensor, source: Tensor) -> Tensor:
+    """Without waiting, but for the host, which reads what has arrived."""
+    return target.copy_(source, non_blocking=target.device.type != "cpu")
+
+
+def build_plan(
+    groups: list[dict[str, Any]],
+    state: dict[Tensor, Any],
+    rule: Rule,
+    reductions: tuple[Rule, ...],
+    participants: list[Participant],
+    select_backend: Callable[[BucketKey], Any],
+    tables_of: Callable[[torch.device], DeviceTables],
+    storage: Storage,
+) -> Plan:
+    """Check everything, create the state that is missing, and lay out the tables."""
+    storage = storage_of(rule, storage)
+    written = []
+    for param, _, label, *_ in participants:
+        check_param(param, label)
+        check_storage(param, storage, label)
+        held = state.get(param, {})
+        check_state(held, param, rule, label)
+        written.append((local(param), label))
+        written += [
+            (local(held[key]), f"the {key} of {label}")
+            for key in keys_of(rule, held)
+            if key in held and is_dense(local(held[key]))
+        ]
+    check_overlap(written)
+    check_rounding({p.param.dtype for p in participants}, storage.rounding)
+    keys = [BucketKey.of(p.param, state.get(p.param, {}), storage) for p in participants]
+    backends = {key: select_backend(key) for key in keys}
+    # Nothing can be refused from here on: state may be created.
+    rows: dict[BucketKey, list[Row]] = {}
+    with torch.inference_mode(False):
+        for key, participant in zip(keys, participants, strict=True):
+            held = state[participant.param]
+            init_state(held, participant.param, rule, storage, participant.number)
+            rows.setdefault(key, []).append(Row(participant, held, rule))
+        devices = list(dict.fromkeys(key.device for key in rows)) or [any_device(groups)]
+        in_order = sorted(rows, key=lambda key: devices.index(key.device))
+        buckets = [Bucket(key, rows[key], backends[key]) for key in in_order]
+        tables = [tables_of(device) for device in devices]
+        return Plan(groups, state, rule, reductions, buckets, tables)

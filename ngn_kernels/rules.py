@@ -60,6 +60,23 @@ class Rule:
     def regularised(self) -> bool:
         return self.decay is Decay.REGULARISED
 
+    @property
+    def reduce_reads(self) -> tuple[str, ...]:
+        """The columns that its sum is taken over: g, v and x; none where it needs no sum."""
+        if self.coordinate:
+            return ()
+        return _present(g=True, v=self.rms, x=self.regularised)
+
+    @property
+    def apply_reads(self) -> tuple[str, ...]:
+        """The columns that the update reads: g gradient, v second moment, m momentum, x parameter."""
+        return ("g", *self.apply_writes)
+
+    @property
+    def apply_writes(self) -> tuple[str, ...]:
+        """The columns that the update writes."""
+        return _present(v=self.rms, m=self.momentum, x=True)
+
     @cache  # noqa: B019 (rules are few and live for ever)
     def with_momentum(self, momentum: bool) -> Rule:
         return self if momentum == self.momentum else replace(self, momentum=momentum)
@@ -74,6 +91,10 @@ class Rule:
         """
         own = () if self.coordinate else (self.with_momentum(False),)
         return (NORM, *own) if clipping and (self.coordinate or self.rms) else own
+
+
+def _present(**columns: bool) -> tuple[str, ...]:
+    return tuple(name for name, present in columns.items() if present)
 
 
 NORM = Rule(momentum=False, step_size=StepSize.SCALAR, preconditioner=Preconditioner.NONE)

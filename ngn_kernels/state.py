@@ -1,20 +1,39 @@
-"""A parameter's state: which tensors, in which type and memory order, and how they are loaded."""
+"""A parameter's state: which tensors, in which format and memory order, and how they are loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import check_group, is_dense
+from .checks import check_group, has_memory, is_dense
+from .formats import (
+    FLOAT32,
+    FORMATS,
+    QUANTUM,
+    REMAINDER,
+    SMALL,
+    Format,
+    Storage,
+    decoded,
+    encoded,
+    narrow_format,
+    noise,
+    noise_key,
+    rounding_of,
+    scale_key,
+)
 from .rules import RULES, Rule
+from .shards import is_sharded, like, local, placed_like, same_placement
 
 STATE_KEYS = ("momentum_buffer", "exp_avg_sq")
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """State is never narrower than float32, whatever the parameter is."""
+    """What state is kept in unless `state=` says otherwise: never less than float32."""
     if dtype.is_complex:
         return torch.complex128 if dtype == torch.complex128 else torch.complex64
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -27,27 +46,237 @@ def same_order(tensor: Tensor, other: Tensor) -> bool:
 
 
 def buffer_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros in the memory order of a dense parameter, contiguous for any other."""
-    layout = torch.preserve_format if is_dense(param) else torch.contiguous_format
-    return torch.zeros_like(param, dtype=dtype, memory_format=layout, requires_grad=False)
+    """Zeros in the memory order of a dense parameter, contiguous for any other; sharded as it is."""
+    part = local(param)
+    layout = torch.preserve_format if is_dense(part) else torch.contiguous_format
+    zeros = torch.zeros_like(part, dtype=dtype, memory_format=layout, requires_grad=False)
+    return like(param, zeros)
 
 
-def init_state(state: dict[str, Any], param: Tensor, rule: Rule) -> None:
-    """Create what is missing, and bring what a move or a new layout left behind along."""
-    if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    elif state["step"].device != param.device:
-        state["step"] = state["step"].to(param.device)
-    for key, wanted in zip(STATE_KEYS, (rule.momentum, rule.rms), strict=True):
-        if not wanted:
-            continue
+def columns_of(rule: Rule) -> tuple[str, ...]:
+    """The keys of the state that a rule keeps for each element."""
+    return tuple(
+        key for key, kept in zip(STATE_KEYS, (rule.momentum, rule.rms), strict=True) if kept
+    )
+
+
+def keys_of(rule: Rule, state: dict[str, Any]) -> Iterator[str]:
+    """The keys of all tensors that a kernel is shown for each element, scales among them."""
+    for key in columns_of(rule):
+        yield key
+        if scale_key(key) in state:
+            yield scale_key(key)
+    if REMAINDER in state:
+        yield REMAINDER
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    real = dtype.to_real() if dtype.is_complex else dtype
+    return real in (torch.float32, torch.float64)
+
+
+def wanted_format(param: Tensor, key: str, storage: Storage) -> Format | None:
+    """The narrow format of a parameter's column; None if it is no narrower than float32."""
+    if param.is_complex() or param.numel() < SMALL:
+        return None
+    form = FORMATS[key][getattr(storage, key)]
+    return None if form is FLOAT32 else form
+
+
+def stored_dtype(param: Tensor, key: str, state: dict[str, Any], storage: Storage) -> torch.dtype:
+    """The element type of a column after `init_state`."""
+    form = wanted_format(param, key, storage)
+    if form is not None:
+        return form.storage
+    held: torch.dtype = state[key].dtype if key in state else state_dtype(param.dtype)
+    return held if is_wide(held) else state_dtype(param.dtype)
+
+
+def storage_of(rule: Rule, storage: Storage) -> Storage:
+    """What was asked for, of the columns that a rule has."""
+    kept = {key: getattr(storage, key) for key in columns_of(rule)}
+    return Storage(**kept, rounding=storage.rounding)
+
+
+def check_storage(param: Tensor, storage: Storage, owner: str) -> None:
+    if is_sharded(param) and (storage.narrow or storage.rounding != "nearest"):
+        raise TypeError(
+            f"{owner} is a DTensor, whose state is float32: leave state= and rounding= out"
+        )
+    if storage.narrow and param.dtype == torch.float64:
+        raise TypeError(
+            f"{owner} is float64, whose state is float64: leave state= out, or make it float32"
+        )
+    if storage.rounding == "exact" and param.dtype == torch.float16:
+        raise TypeError(
+            f"{owner} is float16, which does not have the range for its float32 number to be kept "
+            'beside it: use bfloat16, or rounding="stochastic"'
+        )
+
+
+def check_rounding(dtypes: set[torch.dtype], rounding: str) -> None:
+    """Of all parameters together: beside bfloat16 ones there may be some that are exact already."""
+    if rounding == "exact" and dtypes and torch.bfloat16 not in dtypes:
+        raise TypeError(
+            'rounding="exact" keeps what bfloat16 parameters lack, and none is bfloat16: '
+            "float32 parameters are exact without it, leave it out"
+        )
+
+
+MEND_STATE = "put back what was there, or start it anew with optimizer.state.pop(param)"
+
+
+def check_state(
+    state: dict[str, Any], param: Tensor, rule: Rule, owner: str, mend: str = MEND_STATE
+) -> None:
+    """Raise unless what lies in a parameter's state can be used, after a move or a new layout."""
+    step = state.get("step", 0.0)
+    if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, Real)):
+        raise ValueError(f"the step of {owner} is not one number: {mend}")
+    for key in columns_of(rule):
         if key not in state:
-            state[key] = buffer_like(param, state_dtype(param.dtype))
+            continue
+        tensor = state[key]
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            raise TypeError(f"the {key} of {owner} is not a dense tensor: {mend}")
+        if tensor.shape != param.shape:
+            raise ValueError(f"the {key} of {owner} has shape {tuple(tensor.shape)}: {mend}")
+        form = None if param.is_complex() else narrow_format(key, tensor.dtype)
+        wide = is_wide(tensor.dtype) and tensor.is_complex() == param.is_complex()
+        if form is None and not wide:
+            raise ValueError(
+                f"the {key} of {owner} is {tensor.dtype}; state is float32 or float64, "
+                f"complex for complex parameters, or as state= says: {mend}"
+            )
+        if is_sharded(tensor) != is_sharded(param):
+            raise ValueError(
+                f"one of {owner} and its {key} is a DTensor and the other is not: load sharded "
+                "state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
+        if not has_memory(local(tensor)):
+            raise TypeError(f"the {key} of {owner} has no memory: {mend}")
+        if form is not None and form.scale is not None:
+            _check_scale(state.get(scale_key(key)), tensor, form, f"the {key} of {owner}", mend)
+    _check_remainder(state.get(REMAINDER), param, owner, mend)
+
+
+def _check_remainder(remainder: Any, param: Tensor, owner: str, mend: str) -> None:
+    fits = isinstance(remainder, Tensor) and (
+        remainder.dtype == torch.int16
+        and remainder.layout == torch.strided
+        and remainder.shape == param.shape
+        and has_memory(remainder)
+    )
+    if remainder is not None and not fits:
+        raise ValueError(f"the remainder of {owner} is no int16 tensor of its shape: {mend}")
+
+
+def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, mend: str) -> None:
+    count = -(-code.numel() // QUANTUM)
+    fits = (
+        isinstance(scale, Tensor)
+        and scale.dtype == form.scale
+        and scale.shape == (count,)
+        and scale.is_contiguous()
+        and scale.device == code.device
+        and has_memory(scale)
+    )
+    if not fits:
+        raise ValueError(
+            f"{owner} has no {count} scales beside it, one {form.scale} for each {QUANTUM} of its "
+            f"elements: {mend}"
+        )
+    if not is_dense(code):
+        raise ValueError(f"{owner} has gaps in memory, so that its scales fit no longer: {mend}")
+
+
+def step_count(count: float | Tensor, device: torch.device) -> Tensor:
+    """As a float32 number on the device; itself if it is one."""
+    if isinstance(count, Tensor):
+        count = count.to(device, torch.float32)
+        return count.reshape(()) if count.dim() else count
+    return torch.full((), count, dtype=torch.float32, device=device)
+
+
+def init_state(
+    state: dict[str, Any],
+    param: Tensor,
+    rule: Rule,
+    storage: Storage = Storage(),  # noqa: B008
+    number: int = 0,
+) -> None:
+    """Create what is missing, and bring what a move, a cast or a new layout left behind along.
+
+    Args:
+        number: the parameter's own in the optimizer, which rounding depends on.
+    """
+    state["step"] = step_count(state.get("step", 0.0), param.device)
+    for key in columns_of(rule):
+        form = wanted_format(param, key, storage)
+        if key not in state:
+            state[key] = buffer_like(param, form.storage if form else state_dtype(param.dtype))
+            if form is not None and form.scale is not None:
+                count = -(-param.numel() // QUANTUM)
+                state[scale_key(key)] = torch.zeros(count, dtype=form.scale, device=param.device)
             continue
         old = state[key]
-        in_order = same_order(old, param) if is_dense(param) else old.is_contiguous()
-        if old.device != param.device or not in_order:
-            state[key] = buffer_like(param, old.dtype).copy_(old)
+        if not same_placement(old, param):
+            old = state[key] = placed_like(old, param)
+        part, here = local(old), local(param)
+        in_order = same_order(part, here) if is_dense(here) else part.is_contiguous()
+        lazy = part.is_conj() or part.is_neg()
+        if (
+            part.device != here.device
+            or not in_order
+            or lazy
+            or narrow_format(key, old.dtype) != form
+        ):
+            put(state, key, plain(state, key), param, form, number)
+    if rounding_of(param.dtype, storage.rounding) == "exact":
+        remainder = state.get(REMAINDER)
+        state[REMAINDER] = buffer_like(param, torch.int16) if remainder is None else remainder
+        if not same_order(state[REMAINDER], param) or state[REMAINDER].device != param.device:
+            state[REMAINDER] = buffer_like(param, torch.int16).copy_(state[REMAINDER])
+
+
+def plain(state: dict[str, Any], key: str) -> Tensor:
+    """A column of the state as numbers."""
+    form = narrow_format(key, state[key].dtype)
+    if form is None or form.scale is None:
+        column: Tensor = state[key]
+        return column
+    return decoded(state[key], state[scale_key(key)], form)
+
+
+def put(
+    state: dict[str, Any], key: str, values: Tensor, param: Tensor, form: Format | None, number: int
+) -> None:
+    """Numbers as a column of the state, in the parameter's memory order and the given format.
+
+    What a format can hold stays as it is, so that storing what was stored changes nothing.
+    """
+    state.pop(scale_key(key), None)
+    if form is None:
+        dtype = values.dtype if is_wide(values.dtype) else torch.float32
+        placed = values if same_placement(values, param) else placed_like(values, param)
+        state[key] = buffer_like(param, dtype)
+        local(state[key]).copy_(local(placed))
+        return
+    values = buffer_like(param, torch.float32).copy_(values).add_(0.0)  # which makes 0 of -0
+    random = noise(noise_key(number), state["step"], param.numel())
+    state[key], scale = encoded(values, random, form)
+    if scale is not None:
+        state[scale_key(key)] = scale
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state in numbers that any `state=` loads."""
+    scales = {scale_key(key) for key in STATE_KEYS}
+    return {
+        key: plain(state, key) if key in STATE_KEYS else value
+        for key, value in state.items()
+        if key not in scales
+    }
 
 
 def check_loadable(
@@ -72,37 +301,58 @@ def check_loadable(
                 f"group {i} of the loaded state has {len(theirs['params'])} parameters and the "
                 f"optimizer's {len(ours['params'])}: build the optimizer with the same groups first"
             )
-        check_group({**defaults, **theirs}, algorithm)
+        check_group({**defaults, **theirs}, defaults)
 
 
-def load_state(param: Tensor, values: dict[str, Any], algorithm: str, label: str) -> dict[str, Any]:
-    """One parameter's loaded state, copied to its device and memory order, never recast."""
+def load_state(
+    param: Tensor,
+    values: dict[str, Any],
+    algorithm: str,
+    label: str,
+    storage: Storage = Storage(),  # noqa: B008
+    number: int = 0,
+) -> dict[str, Any]:
+    """One parameter's loaded state, copied to its device and memory order.
+
+    It is recast only to and from the narrow formats of `state=`.
+    """
     rule = RULES[algorithm]
     required = {"step"} | ({"exp_avg_sq"} if rule.rms else set())
     known = required | ({"momentum_buffer"} if rule.momentum else set())
-    if values and not required <= set(values) <= known:
+    exact = rounding_of(param.dtype, storage.rounding) == "exact"
+    if values and not required <= set(values) <= known | {REMAINDER}:
         raise ValueError(
             f"the loaded state of {label} has {sorted(values)} where {algorithm} keeps "
             f"{sorted(known)}: it is from another optimizer"
         )
+    if values and exact and REMAINDER not in values:
+        raise ValueError(
+            f'the loaded state of {label} has no remainder, which rounding="exact" needs: load it '
+            'with the rounding that it was saved with, or add "remainder": '
+            "torch.zeros_like(param, dtype=torch.int16) to go on from the rounded parameter"
+        )
+    mend = "load it into the model that it was saved with"
+    check_state(values, param, rule, f"{label}, as loaded,", mend)
+    check_storage(param, storage_of(rule, storage), label)
     state: dict[str, Any] = {}
-    for key, value in values.items():
-        if key == "step":
-            count = torch.as_tensor(value, dtype=torch.float32).reshape(())
-            state[key] = count.to(param.device, copy=True)
-            continue
-        if value.shape != param.shape:
-            raise ValueError(
-                f"the loaded {key} of {label} has shape {tuple(value.shape)}: "
-                "load it into the model that it was saved with"
-            )
-        if value.dtype.to_real() not in (torch.float32, torch.float64) or (
-            value.is_complex() != param.is_complex()
-        ):
-            raise ValueError(
-                f"the loaded {key} of {label} is {value.dtype}; state is float32 or float64"
-            )
-        state[key] = buffer_like(param, value.dtype).copy_(value)
-    if len({state[key].dtype for key in STATE_KEYS if key in state}) > 1:
-        raise ValueError(f"the loaded state of {label} mixes float32 and float64")
+    if "step" in values:
+        state["step"] = step_count(values["step"], param.device).clone()
+    for key in STATE_KEYS:
+        if key in values:
+            form = wanted_format(param, key, storage)
+            if form is not None:
+                _check_storable(values[key], key, form, label)
+            put(state, key, values[key], param, form, number)
+    if exact and values:
+        state[REMAINDER] = buffer_like(param, torch.int16).copy_(values[REMAINDER])
     return state
+
+
+def _check_storable(values: Tensor, key: str, form: Format, label: str) -> None:
+    """In a narrow format one bad number would spoil its neighbours."""
+    sound = (values.abs() <= form.limit).all() and not (key == "exp_avg_sq" and (values < 0).any())
+    if not sound:
+        raise ValueError(
+            f"the {key} of {label}, as loaded, has numbers that are negative, not finite or too "
+            'large for a narrow state: load it with state="float32"'
+        )

@@ -97,7 +97,8 @@ class Pinned:
             self._spare.append(self._pin())
 
     def _pin(self) -> Tensor:
-        return torch.zeros(self.target.shape, dtype=self.target.dtype, pin_memory=True)
+        shape, dtype = self.target.shape, self.target.dtype
+        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def is_capturing(device: torch.device) -> bool:

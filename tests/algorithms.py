@@ -28,9 +28,14 @@ TWO_GROUPS = (Hyper(0.3, 0.9, 0.99, 1e-8, 0.02), Hyper(0.05, 0.5, 0.999, 1e-4, 0
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One point of the grid: a class, and the constructor options that belong to the point."""
+    """One point of the grid: a class, and the constructor options that belong to the point.
+
+    `traffic` is what the reduce reads, the apply reads, and the apply writes: g gradient, x parameter,
+    m momentum, v second moment. It stands here by hand, to judge what the library has from its rules.
+    """
 
     name: str
+    traffic: tuple[str, str, str]
     momentum: str | None = None
     coordinate: bool = False
     rms: bool = False
@@ -38,6 +43,11 @@ class Algorithm:
 
     def __str__(self) -> str:
         return self.name + ("-rms" if self.options else "")
+
+    @property
+    def rule_name(self) -> str:
+        """Its key in the library's grid."""
+        return self.name + ("(rms)" if self.options else "")
 
     @property
     def cls(self) -> type[torch.optim.Optimizer]:
@@ -75,14 +85,16 @@ class Algorithm:
         return self.cls(params, **{**self.options, **options})
 
 
-NGN = Algorithm("NGN")
-NGNM = Algorithm("NGNM", momentum="momentum")
-NGND = Algorithm("NGND", coordinate=True)
-NGND_RMS = Algorithm("NGND", coordinate=True, rms=True, options={"preconditioner": "rms"})
-NGNMDv1 = Algorithm("NGNMDv1", momentum="betas", rms=True)
-NGNMDv2 = Algorithm("NGNMDv2", momentum="betas", coordinate=True, rms=True)
-DecNGNMDv1 = Algorithm("DecNGNMDv1", momentum="betas", rms=True)
-NGNMDv1W = Algorithm("NGNMDv1W", momentum="betas", rms=True)
+NGN = Algorithm("NGN", ("g", "gx", "x"))
+NGNM = Algorithm("NGNM", ("g", "gmx", "mx"), momentum="momentum")
+NGND = Algorithm("NGND", ("", "gx", "x"), coordinate=True)
+NGND_RMS = Algorithm(
+    "NGND", ("", "gvx", "vx"), coordinate=True, rms=True, options={"preconditioner": "rms"}
+)
+NGNMDv1 = Algorithm("NGNMDv1", ("gv", "gvmx", "vmx"), momentum="betas", rms=True)
+NGNMDv2 = Algorithm("NGNMDv2", ("", "gvmx", "vmx"), momentum="betas", coordinate=True, rms=True)
+DecNGNMDv1 = Algorithm("DecNGNMDv1", ("gv", "gvmx", "vmx"), momentum="betas", rms=True)
+NGNMDv1W = Algorithm("NGNMDv1W", ("gvx", "gvmx", "vmx"), momentum="betas", rms=True)
 
 ALGORITHMS = (NGN, NGNM, NGND, NGND_RMS, NGNMDv1, NGNMDv2, DecNGNMDv1, NGNMDv1W)
 EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)

@@ -10,6 +10,7 @@ import torch
 from extent import Extent, extent_of
 from helpers import DTYPES
 
+from ngn_kernels import signature
 from ngn_kernels.backends import availability
 
 hypothesis.settings.register_profile(
@@ -42,6 +43,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the parametrised suite for this backend only; may be repeated",
     )
 
+    parser.addoption(
+        "--signature",
+        choices=("native", "python"),
+        default="native",
+        help="which form of the signature plans get; older torch has only the Python one",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
@@ -54,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         # It computes in numpy, which warns of the numbers that the kernels are tested with.
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in:RuntimeWarning")
+    if config.getoption("--signature") == "python":
+        signature.NativeSignature = None  # type: ignore[assignment, misc]
     missing = set(config.getoption("--backend") or ()) - set(runnable_backends())
     if missing:
         raise pytest.UsageError(f"--backend {', '.join(sorted(missing))} cannot run here")

@@ -47,38 +47,42 @@ void run(const Rule& rule, DType x_type, DType g_type, DType state_type, int thr
   constexpr int64_t rows = 5;
   std::vector<std::vector<char>> x, g, m, v;
   std::vector<float> steps(rows, 0);
-  std::vector<int64_t> table(7 * rows);
+  std::vector<int64_t> table(COLUMNS * rows);
   std::vector<Chunk> chunks;
   for (int64_t i = 0; i < rows; ++i) {
     x.push_back(random_values(x_type, sizes[i], 1.0, false, random));
     g.push_back(random_values(g_type, sizes[i], 0.1, false, random));
     m.push_back(random_values(state_type, sizes[i], 1e-3, false, random));
     v.push_back(random_values(state_type, sizes[i], 0.1, true, random));
-    const int64_t row[] = {reinterpret_cast<int64_t>(x[i].data()), reinterpret_cast<int64_t>(g[i].data()),
+    const int64_t row[COLUMNS] = {reinterpret_cast<int64_t>(x[i].data()), reinterpret_cast<int64_t>(g[i].data()),
                            reinterpret_cast<int64_t>(m[i].data()), reinterpret_cast<int64_t>(v[i].data()),
-                           reinterpret_cast<int64_t>(&steps[i]), sizes[i], i % 2};
-    for (int c = 0; c < 7; ++c) table[c * rows + i] = row[c];
+                           reinterpret_cast<int64_t>(&steps[i]), sizes[i], i % 2, 1};
+    for (int c = 0; c < COLUMNS; ++c) table[c * rows + i] = row[c];
     for (int64_t begin = 0; begin < sizes[i]; begin += CHUNK) chunks.push_back({i, begin});
   }
   Group groups[] = {{0.1, 0.9, 0.999, 1e-8, 0.01}, {0.01, 0.8, 0.99, 1e-6, 0.1}};
-  StepScalars scalars = {0.7, 2.0, 0, 5.0, 0};
+  const Inputs inputs = {0.9, 0.2, 2.0, 0, 5.0};
   Sums sums = {};
-  Report report = {};
+  Counts counts = {};
+  double step_sizes[3] = {};
   std::vector<Sums> partials(chunks.size());
   Bucket bucket = {};
-  for (int c = 0; c < 7; ++c) bucket.columns[c] = table.data() + c * rows;
+  for (int c = 0; c < COLUMNS; ++c) bucket.columns[c] = table.data() + c * rows;
   bucket.rows = rows;
   bucket.chunks = chunks.data();
   bucket.chunk_count = static_cast<int64_t>(chunks.size());
   bucket.groups = groups;
-  bucket.scalars = &scalars;
+  bucket.group_count = 2;
+  bucket.inputs = &inputs;
   bucket.sums = &sums;
   bucket.bucket_count = 1;
   bucket.partials = partials.data();
-  bucket.report = &report;
+  bucket.counts = &counts;
+  bucket.sizes = step_sizes;
   bucket.x_type = x_type;
   bucket.g_type = g_type;
-  bucket.state_type = state_type;
+  bucket.m_type = state_type;
+  bucket.v_type = state_type;
 
   engine_baseline.reduce(bucket, Rule{false, false, false, false}, threads);
   if (!rule.coordinate) engine_baseline.reduce(bucket, rule, threads);
@@ -87,7 +91,7 @@ void run(const Rule& rule, DType x_type, DType g_type, DType state_type, int thr
   for (int64_t i = 0; i < rows; ++i) h = hash(v[i], hash(m[i], hash(x[i], h)));
   std::printf("%d%d%d%d %d%d%d threads %d rho %a skipped %lld hash %016llx\n", rule.momentum, rule.coordinate,
               rule.rms, rule.regularised, static_cast<int>(x_type), static_cast<int>(g_type),
-              static_cast<int>(state_type), threads, scalars.shrink, static_cast<long long>(report.skipped),
+              static_cast<int>(state_type), threads, step_sizes[0], static_cast<long long>(counts.skipped),
               static_cast<unsigned long long>(h));
 }
 

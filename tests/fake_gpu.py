@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from ngn_bench.stub_kernels import counting_backend
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import ngn_kernels.backends as backends
 from ngn_kernels.backends.triton import TritonBackend
+from ngn_kernels.tables import Count
 
 aten = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default)
@@ -35,7 +38,10 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 class Watch(TorchDispatchMode):
-    """Refuses what waits for a device, and notes what is done and created there."""
+    """Refuses what waits for a device, and notes what is done and created there.
+
+    Copies to the host may wait where a test says so; they are noted.
+    """
 
     def __init__(self, gpu: FakeGPU) -> None:
         super().__init__()
@@ -44,6 +50,8 @@ class Watch(TorchDispatchMode):
         self.created: list[str] = []
         self.pinned: list[Tensor] = []
         self.pinned_while_capturing = 0
+        self.host_may_wait = False
+        self.waited: list[Tensor] = []
 
     def forget(self) -> None:
         self.work.clear()
@@ -73,8 +81,11 @@ class Watch(TorchDispatchMode):
         return result
 
     def _check_copy(self, source: Tensor, target: Tensor, asynchronous: bool) -> None:
-        """Between host and device only without waiting; CUDA graphs want pinned memory."""
-        if (source.device.type == "cpu") == (target.device.type == "cpu"):
+        """Between host and GPU only without waiting; CUDA graphs want pinned memory."""
+        if {source.device.type, target.device.type} != {"cpu", "cuda"}:
+            return
+        if not asynchronous and target.device.type == "cpu" and self.host_may_wait:
+            self.waited.append(source)
             return
         if not asynchronous:
             raise Synchronised("a copy that waits")
@@ -84,29 +95,9 @@ class Watch(TorchDispatchMode):
             raise Synchronised("a copy of memory that is not pinned")
 
 
-class CountedKernel:
-    """Stands for a jit function and for what it compiles to."""
-
-    def __init__(self, name: str, launches: list[tuple[str, tuple[int, ...]]]) -> None:
-        self.name = name
-        self.launches = launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **options: Any) -> CountedKernel:
-            self.launches.append((self.name, grid))
-            return self
-
-        return launch
-
-
 def counting(monkeypatch: pytest.MonkeyPatch, device_type: str) -> tuple[list[Any], TritonBackend]:
-    """The backend with launches that only count."""
-    launches: list[tuple[str, tuple[int, ...]]] = []
-    kernels = SimpleNamespace(
-        reduce=CountedKernel("reduce", launches), apply=CountedKernel("apply", launches)
-    )
-    target = SimpleNamespace(backend="cuda", warp_size=32)
-    backend = TritonBackend(kernels, lambda: target, device_type)
+    """The backend with launches that only count, in the place of the real one."""
+    launches, backend = counting_backend(device_type)
     load = backends._load
     monkeypatch.setattr(backends, "_load", lambda name: backend if name == "triton" else load(name))
     return launches, backend
@@ -147,20 +138,12 @@ def select(tensor: FakeTensor, index: Any) -> Tensor:
     return result
 
 
-def copy(tensor: FakeTensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    result: Tensor = aten.copy_.default(tensor, source, non_blocking)
-    return result
-
-
-def read(tensor: FakeTensor) -> list[Any]:
-    """What has arrived on the host may be read; it is all zeros."""
-    if tensor.device.type != "cpu":
-        raise Synchronised("tolist")
-    return [0] * tensor.numel()
-
-
 class FakeGPU:
-    """Two devices, `cuda:0` the current one; what torch itself needs a CUDA build for is replaced."""
+    """Two devices, `cuda:0` the current one; what torch itself needs a CUDA build for is replaced.
+
+    `counts` is what the report of any device says now, in the order of Count: nothing is computed,
+    so a test writes it. The host has it once it has been copied there and the event has passed.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches, self.backend = counting(monkeypatch, "cuda")
@@ -168,12 +151,15 @@ class FakeGPU:
         self.current = torch.device("cuda:0")
         self.capturing: set[torch.device] = set()
         self.events: list[torch.device] = []
+        self.counts = [0] * len(Count)
+        self._arrived: dict[int, list[int]] = {}
         addresses = Addresses()
         monkeypatch.setattr(FakeTensor, "__invert__", lambda t: aten.bitwise_not.default(t))
         # Torch's own __setitem__ needs a CUDA build: an assignment to an element raises here.
         monkeypatch.setattr(FakeTensor, "__getitem__", select)
-        monkeypatch.setattr(FakeTensor, "copy_", copy)
-        monkeypatch.setattr(FakeTensor, "tolist", read)
+        monkeypatch.setattr(FakeTensor, "copy_", lambda *args, **kw: self._copy(*args, **kw))
+        monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: self._read(tensor))
+        monkeypatch.setattr(FakeTensor, "numpy", self._host_memory)
         monkeypatch.setattr(FakeTensor, "data_ptr", lambda t: addresses.of(t), raising=False)
         monkeypatch.setattr(torch.cuda, "device", self.on)
         monkeypatch.setattr(
@@ -184,6 +170,26 @@ class FakeGPU:
         )
         monkeypatch.setattr(Event, "recorded_on", self.events)
         monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def _copy(self, target: FakeTensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if source.device.type == "cuda" and target.shape == (len(Count),):
+            self._arrived[place(target)] = list(self.counts)
+        result: Tensor = aten.copy_.default(target, source, non_blocking)
+        return result
+
+    @staticmethod
+    def _host_memory(tensor: FakeTensor) -> np.ndarray:
+        if tensor.device.type != "cpu":
+            raise Synchronised("numpy")
+        return np.zeros(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+    def _read(self, tensor: FakeTensor) -> list[int]:
+        """A device other than a GPU is asked directly; what came from a GPU must have arrived."""
+        if tensor.device.type == "cuda" or not Event.passed:
+            raise Synchronised("tolist")
+        if tensor.device.type != "cpu":
+            return list(self.counts)
+        return self._arrived.get(place(tensor), [0] * tensor.numel())
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:

@@ -12,6 +12,9 @@ from helpers import real64
 from oracle import Array, Group, Oracle, Variable
 from torch import Tensor
 
+from ngn_kernels.formats import QUANTUM, in_memory_order, quanta
+from ngn_kernels.state import plain_state
+
 
 class Tolerance(NamedTuple):
     """Errors against the float64 oracle.
@@ -34,6 +37,44 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(4 * 2.0**-23, 2.0**-8, 2.0**-134, float("nan")),
     torch.float16: Tolerance(4 * 2.0**-23, 2.0**-11, 2.0**-25, float("nan")),
 }
+
+
+class FormatError(NamedTuple):
+    """What storing a number of the state may change in it.
+
+    `own`: relative to the number. `quantum`: relative to the largest of those that share a scale.
+    """
+
+    own: float
+    quantum: float
+
+
+FORMAT_ERRORS = {
+    ("momentum_buffer", torch.bfloat16): FormatError(2.0**-8, 0.0),
+    # The scale is a power of two, up to twice what the largest number needs.
+    ("momentum_buffer", torch.int8): FormatError(0.0, 2 / 127),
+    ("exp_avg_sq", torch.bfloat16): FormatError(2.0**-7, 0.0),
+    # 8 steps an octave over 31.75 octaves; what is less is rounded up to the lowest.
+    ("exp_avg_sq", torch.uint8): FormatError(2.0**-3, 2.0**-31),
+}
+
+
+def format_error(key: str, stored: Tensor, expected: Array) -> Array | float:
+    """How far a column may be from what was computed for it."""
+    if (key, stored.dtype) not in FORMAT_ERRORS:
+        return 0.0
+    error = FORMAT_ERRORS[key, stored.dtype]
+    sizes = torch.empty_like(stored, dtype=torch.float64)
+    sizes.copy_(torch.from_numpy(np.abs(expected)))
+    flat = in_memory_order(sizes)
+    largest = quanta(flat).amax(1, keepdim=True).expand(-1, QUANTUM).reshape(-1)[: flat.numel()]
+    flat.copy_(error.own * flat + error.quantum * largest)
+    return real64(sizes)
+
+
+def numbers_in(optimizer: Any, p: Tensor) -> dict[str, Any]:
+    """A parameter's state with its codes decoded."""
+    return plain_state(optimizer.state.get(p, {}))
 
 
 def momentum_of(algorithm: Algorithm, group: Mapping[str, Any]) -> float:
@@ -69,7 +110,7 @@ class Pair:
             max_grad_norm=self.max_grad_norm,
         )
         for p, group in self._params():
-            state = self.optimizer.state.get(p, {})
+            state = numbers_in(self.optimizer, p)
             group.variables.append(
                 Variable.at(
                     real64(p),
@@ -116,7 +157,7 @@ class Pair:
                 tol.arithmetic * size + 1.01 * tol.storage * np.abs(x) + tol.smallest,
                 "parameter",
             )
-            state = self.optimizer.state.get(p, {})
+            state, stored = numbers_in(self.optimizer, p), self.optimizer.state.get(p, {})
             if "momentum_buffer" in state:
                 terms = np.abs(m) + np.abs(before.momentum_buffer)
                 terms = terms + group.lr * group.weight_decay * np.abs(before.x)
@@ -124,14 +165,19 @@ class Pair:
                 close(
                     real64(state["momentum_buffer"]),
                     m,
-                    2 * tol.arithmetic * terms + rounding + 2.0**-149,
+                    2 * tol.arithmetic * terms
+                    + rounding
+                    + 2.0**-149
+                    + 1.01 * format_error("momentum_buffer", stored["momentum_buffer"], m),
                     "momentum_buffer",
                 )
             if "exp_avg_sq" in state:
                 close(
                     real64(state["exp_avg_sq"]),
                     variable.v,
-                    tol.arithmetic * variable.v + 2.0**-148,
+                    tol.arithmetic * variable.v
+                    + 2.0**-148
+                    + 1.01 * format_error("exp_avg_sq", stored["exp_avg_sq"], variable.v),
                     "exp_avg_sq",
                 )
             self._check_count(p, variable)

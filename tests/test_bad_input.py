@@ -149,10 +149,11 @@ def test_unknown_argument() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("loss_floor", 0.0),
+        ("loss_floor", 1.0),
         ("max_grad_norm", 1.0),
         ("backend", "reference"),
-        ("preconditioner", None),
+        ("preconditioner", "other"),
+        ("replicas", 1),
     ],
 )
 @pytest.mark.parametrize("algorithm", [NGND, NGNMDv1], ids=str)
@@ -299,7 +300,23 @@ def test_parameter_without_memory(backend: str) -> None:
 
 
 def negated(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch._neg_view(torch.ones(shape))
+    """The only lazily negated tensors there are: imaginary parts of conjugates."""
+    result = torch.complex(torch.zeros(shape), -torch.ones(shape)).conj().imag
+    assert result.is_neg()
+    return result
+
+
+def test_a_lazily_negated_gradient_of_one_element(backend: str) -> None:
+    """It is dense, as one of several elements never is."""
+    results = []
+    for make in (negated, torch.ones):
+        p = torch.nn.Parameter(torch.zeros(()))
+        optimizer = NGNMDv1.simple([p], backend=backend)
+        for _ in range(2):
+            p.grad = make(())
+            optimizer.step(loss=1.0)
+        results.append(float(p))
+    assert results[0] == results[1] < 0
 
 
 @pytest.mark.parametrize("lazy", [torch._efficientzerotensor, negated])

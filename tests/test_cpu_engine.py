@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from algorithms import EVERY, Algorithm
 from torch import Tensor
 
 import ngn_kernels
 from ngn_kernels.backends import availability
-from ngn_kernels.plan import Bucket, BucketKey, Row
+from ngn_kernels.plan import Bucket, BucketKey, Participant, Row
 from ngn_kernels.rules import RULES
 from ngn_kernels.state import init_state
+from ngn_kernels.tables import Column
 
 pytestmark = pytest.mark.skipif(
     availability()["cpu"] is not None, reason="the C++ extension is not built"
@@ -27,7 +30,6 @@ if availability()["cpu"] is None:
     from ngn_kernels import _cpu
 
 CSRC = Path(__file__).parent.parent / "csrc"
-NAMES = ("NGN", "NGNM", "NGND", "NGNMDv1", "NGNMDv2", "DecNGNMDv1", "NGNMDv1W")
 SIZES = (1, 15, 16, 17, 511, 512, 513, 16383, 16384, 16385, 70_001, 0)
 
 
@@ -39,14 +41,11 @@ def restore() -> Iterator[None]:
     _cpu.use_isa(isa)
 
 
-def three_steps(name: str, dtype: torch.dtype) -> list[Tensor]:
+def three_steps(algorithm: Algorithm, dtype: torch.dtype) -> list[Tensor]:
     """Parameters and state after three steps with decay and clipping."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.randn(n, generator=generator).to(dtype).requires_grad_() for n in SIZES]
-    options = {"preconditioner": "rms"} if name == "NGND" else {}
-    opt = getattr(ngn_kernels, name)(
-        params, weight_decay=0.1, max_grad_norm=5.0, backend="cpu", **options
-    )
+    opt = algorithm.simple(params, weight_decay=0.1, max_grad_norm=5.0, backend="cpu")
     for _ in range(3):
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator).to(dtype)
@@ -56,25 +55,27 @@ def three_steps(name: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
-def test_same_bits_for_any_number_of_threads(name: str, dtype: torch.dtype) -> None:
+@EVERY
+def test_same_bits_for_any_number_of_threads(algorithm: Algorithm, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
-    alone = three_steps(name, dtype)
+    alone = three_steps(algorithm, dtype)
     for threads in (2, 3):
         torch.set_num_threads(threads)
-        assert all(torch.equal(a, b) for a, b in zip(alone, three_steps(name, dtype), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(alone, three_steps(algorithm, dtype), strict=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_instruction_set_computes_the_same(name: str, dtype: torch.dtype) -> None:
+@EVERY
+def test_every_instruction_set_computes_the_same(algorithm: Algorithm, dtype: torch.dtype) -> None:
     """Up to rounding: some fuse multiplications with additions, and estimate roots."""
     assert _cpu.isas()[-1] == "baseline"
     results = []
     for isa in _cpu.isas():
         _cpu.use_isa(isa)
         assert _cpu.isa() == isa
-        results.append(three_steps(name, dtype))
+        results.append(three_steps(algorithm, dtype))
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
             eps = torch.finfo(dtype).eps  # a parameter that rounds otherwise decays otherwise
@@ -203,10 +204,10 @@ def make_bucket(param: Tensor, grad: Tensor) -> tuple[Bucket, Row]:
     rule = RULES["NGN"]
     state: dict[str, Tensor] = {}
     init_state(state, param, rule)
-    row = Row(param, 0, "parameter 0", state, rule)
-    key = BucketKey(param.device, param.dtype, grad.dtype, torch.float32)
+    row = Row(Participant(param, 0, "parameter 0", copies=1), state, rule)
+    key = BucketKey(param.device, param.dtype, grad.dtype, torch.float32, torch.float32)
     bucket = Bucket(key, [row], None)
-    assert bucket.refresh()
+    bucket.table[Column.G] = [grad.data_ptr()]
     return bucket, row
 
 
@@ -226,13 +227,16 @@ def test_more_than_two_to_the_31_elements() -> None:
         table=bucket.table,
         chunks=np.ascontiguousarray(chunks[-1:]),
         groups=np.array([[1.0, 0.0, 0.0, 1.0, 0.0]]),
-        scalars=np.array([1e30, 1.0, 0.0, np.inf, 0.0]),
+        inputs=np.array([1e30, 0.0, 1.0, 0.0, np.inf]),
         sums=np.zeros((1, 3)),
         index=0,
-        report=np.zeros(3, dtype=np.int64),
+        counts=np.zeros(3, dtype=np.int64),
+        sizes=np.zeros(2),
         x_type=_cpu.DType.bfloat16,
         g_type=_cpu.DType.bfloat16,
-        state_type=_cpu.DType.float32,
+        m_type=_cpu.DType.float32,
+        v_type=_cpu.DType.float32,
+        rounding=_cpu.Rounding.nearest,
     )
     rule = _cpu.Rule(momentum=False, coordinate=False, rms=False, regularised=False)
     tables.reduce(rule, 2)
@@ -251,11 +255,17 @@ def test_more_than_two_to_the_31_elements() -> None:
         ({"chunks": np.array([[0, 16384]])}, "outside its row"),
         ({"chunks": np.array([[0, 7]])}, "outside its row"),
         ({"chunks": np.array([[0, -16384]])}, "outside its row"),
-        ({"groups": np.zeros((0, 5))}, "a group that does not exist"),
-        ({"scalars": np.zeros(4)}, "scalars must hold 5"),
-        ({"report": np.zeros(2, dtype=np.int64)}, "report must hold 3"),
+        ({"groups": np.zeros((0, 5)), "sizes": np.zeros(1)}, "a group that does not exist"),
+        ({"inputs": np.zeros(4)}, "inputs must hold 5"),
+        ({"counts": np.zeros(2, dtype=np.int64)}, "counts must hold 3"),
+        ({"sizes": np.zeros(3)}, "sizes must hold one number more"),
         ({"index": 1}, "not a row of sums"),
-        ({"state_type": "float16"}, "state must be float32 or float64"),
+        ({"m_type": "float16"}, "m must be float32, float64, bfloat16 or int8"),
+        ({"m_type": "uint8"}, "m must be"),
+        ({"v_type": "float16"}, "v must be float32, float64, bfloat16 or uint8"),
+        ({"v_type": "int8"}, "v must be"),
+        ({"g_type": "uint8"}, "must be floating-point"),
+        ({"rounding": _cpu.Rounding.exact}, "exact rounding needs bfloat16"),
     ],
 )
 def test_the_bindings_check_their_tables(change: dict[str, object], message: str) -> None:
@@ -264,16 +274,21 @@ def test_the_bindings_check_their_tables(change: dict[str, object], message: str
         "table": bucket.table,
         "chunks": bucket.chunks(_cpu.CHUNK),
         "groups": np.zeros((1, 5)),
-        "scalars": np.zeros(5),
+        "inputs": np.zeros(5),
         "sums": np.zeros((1, 3)),
         "index": 0,
-        "report": np.zeros(3, dtype=np.int64),
+        "counts": np.zeros(3, dtype=np.int64),
+        "sizes": np.zeros(2),
         "x_type": _cpu.DType.float32,
         "g_type": _cpu.DType.float32,
-        "state_type": _cpu.DType.float32,
+        "m_type": _cpu.DType.float32,
+        "v_type": _cpu.DType.float32,
+        "rounding": _cpu.Rounding.nearest,
     }
-    if "state_type" in change:
-        change = {"state_type": _cpu.DType.float16}
+    change = {
+        key: getattr(_cpu.DType, value) if isinstance(value, str) else value
+        for key, value in change.items()
+    }
     with pytest.raises(ValueError, match=message):
         _cpu.Bucket(**{**arguments, **change})  # type: ignore[arg-type]
 
@@ -284,13 +299,16 @@ def test_the_bindings_check_for_missing_state() -> None:
         table=bucket.table,
         chunks=bucket.chunks(_cpu.CHUNK),
         groups=np.zeros((1, 5)),
-        scalars=np.zeros(5),
+        inputs=np.zeros(5),
         sums=np.zeros((1, 3)),
         index=0,
-        report=np.zeros(3, dtype=np.int64),
+        counts=np.zeros(3, dtype=np.int64),
+        sizes=np.zeros(2),
         x_type=_cpu.DType.float32,
         g_type=_cpu.DType.float32,
-        state_type=_cpu.DType.float32,
+        m_type=_cpu.DType.float32,
+        v_type=_cpu.DType.float32,
+        rounding=_cpu.Rounding.nearest,
     )
     flags = {"momentum": False, "coordinate": False, "rms": False, "regularised": False}
     with pytest.raises(ValueError, match="no momentum buffer"):
@@ -299,6 +317,51 @@ def test_the_bindings_check_for_missing_state() -> None:
         tables.reduce(_cpu.Rule(**{**flags, "rms": True}), 1)
     with pytest.raises(ValueError, match="nothing to reduce"):
         tables.reduce(_cpu.Rule(**{**flags, "coordinate": True}), 1)
+
+
+NO_THREADS = """
+import resource, sys
+import torch, ngn_kernels
+from ngn_kernels import _cpu
+torch.set_num_threads(4)
+ngn_kernels.backends._load("cpu")
+_cpu.use_team_launcher(0)
+param = torch.nn.Parameter(torch.ones(200_000))
+param.grad = torch.ones_like(param)
+optimizer = ngn_kernels.NGN([param], lr=1.0, backend="cpu")
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 3_000_000, size + 3_000_000))
+optimizer.step(loss=1e30)
+assert bool((param == 0).all())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_threads_that_cannot_start_are_done_without() -> None:
+    """Without OpenMP each step starts threads, whose stacks may not fit any more."""
+    result = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+FLAGS = {
+    "avx2": ["-mavx2", "-mfma"],
+    "avx512": ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq"],
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86")
+@pytest.mark.skipif(not (shutil.which("g++") and shutil.which("nm")), reason="needs g++ and nm")
+@pytest.mark.parametrize("isa", FLAGS)
+def test_the_linker_cannot_mix_instruction_sets(isa: str, tmp_path: Path) -> None:
+    """A function that several objects define is taken from any of them: each must be of one set."""
+    out = tmp_path / "engine.o"
+    command = ["g++", "-std=c++17", "-O1", "-fno-inline", f"-DNGN_ISA={isa}", *FLAGS[isa]]
+    subprocess.run([*command, "-c", str(CSRC / "cpu.cpp"), "-o", str(out)], check=True)
+    symbols = subprocess.run(["nm", "-C", str(out)], capture_output=True, text=True, check=True)
+    shared = [line[19:] for line in symbols.stdout.splitlines() if line[17:18] in "WVu"]
+    assert any("ngn::" in name for name in shared), "nothing was looked at"
+    ours = [name for name in shared if "ngn::" in name]
+    assert [name for name in ours if f"ngn::{isa}::" not in name and "(anonymous" not in name] == []
 
 
 THREADS = """
@@ -327,7 +390,7 @@ def test_rule_h_is_ready_for_a_device(tmp_path: Path) -> None:
     source.write_text(
         '#include "rule.h"\n'
         "__global__ void kernel(ngn::Element<float>* e, const float* g, ngn::Sums s,\n"
-        "                       ngn::Coefficients<float> k, ngn::StepScalars t, double* out) {\n"
+        "                       ngn::Coefficients<float> k, ngn::Inputs t, double* out) {\n"
         "  ngn::Element<float> old = e[threadIdx.x];\n"
         "  const auto draft = ngn::draft<true, true>(old.v, g[threadIdx.x], k);\n"
         "  auto room = ngn::update<true, true, true>(e[threadIdx.x], draft, g[threadIdx.x], k);\n"

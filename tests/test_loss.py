@@ -1,7 +1,12 @@
-"""How the loss reaches the step: by keyword, by closure, by set_loss; and exactly once."""
+"""How the loss reaches the step: by keyword, by closure, or pending; and exactly once."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -102,7 +107,9 @@ def test_loss_may_alias_nothing_of_the_step(backend: str) -> None:
 TWO_SOURCES = {
     "closure and keyword": lambda opt: opt.step(lambda: 1.0, loss=1.0),
     "set_loss and keyword": lambda opt: (opt.set_loss(1.0), opt.step(loss=1.0)),
-    "set_loss and closure": lambda opt: (opt.set_loss(1.0), opt.step(lambda: 1.0)),
+    "add_loss and keyword": lambda opt: (opt.add_loss(1.0), opt.step(loss=1.0)),
+    "set_loss and add_loss": lambda opt: (opt.set_loss(1.0), opt.add_loss(1.0)),
+    "add_loss and set_loss": lambda opt: (opt.add_loss(1.0), opt.set_loss(1.0)),
 }
 NO_LOSS = {
     "bare step": lambda opt: opt.step(),
@@ -188,3 +195,262 @@ def test_distributed_checkpoint_initialises_and_loads(backend: str) -> None:
     other_model.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other_model, other, saved)
     assert snapshot(other) == snapshot(optimizer)
+
+
+# What is pending
+
+
+@EVERY
+def test_add_loss_is_a_sum(algorithm: Algorithm, backend: str) -> None:
+    added, plain = fresh(algorithm, backend), fresh(algorithm, backend)
+    for share in (torch.tensor(0.5), 1.25, torch.tensor(0.25, requires_grad=True)):
+        added.add_loss(share)
+    assert added.step() is None
+    plain.step(loss=2.0)
+    assert snapshot(added) == snapshot(plain)
+
+
+PENDING: dict[str, Callable[[Any], Any]] = {
+    "set before": lambda opt: (opt.set_loss(2.0), opt.step(lambda: 7.0))[1],
+    "added before": lambda opt: (opt.add_loss(2.0), opt.step(lambda: 7.0))[1],
+    "set in it": lambda opt: opt.step(lambda: (opt.set_loss(2.0), 7.0)[1]),
+    "added in it": lambda opt: opt.step(lambda: (opt.add_loss(2.0), 7.0)[1]),
+    "added before and in it": lambda opt: (
+        opt.add_loss(1.5),
+        opt.step(lambda: (opt.add_loss(0.5), 7.0)[1]),
+    )[1],
+}
+
+
+@pytest.mark.parametrize("call", PENDING.values(), ids=PENDING)
+def test_a_pending_loss_goes_before_the_closure(backend: str, call: Any) -> None:
+    """Trainers return the last micro-batch's share; the step still returns what they returned."""
+    pending, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    assert call(pending) == 7.0
+    plain.step(loss=2.0)
+    assert snapshot(pending) == snapshot(plain)
+    with pytest.raises(RuntimeError, match="loss"):
+        pending.step()
+
+
+def test_a_closure_may_return_none_where_a_loss_is_pending(backend: str) -> None:
+    pending, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    pending.add_loss(2.0)
+    assert pending.step(lambda: None) is None
+    plain.step(loss=2.0)
+    assert snapshot(pending) == snapshot(plain)
+
+
+def test_a_closure_that_fails_leaves_nothing_pending(backend: str) -> None:
+    optimizer = fresh(NGNMDv1, backend)
+
+    def closure() -> None:
+        optimizer.add_loss(1.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    with pytest.raises(RuntimeError, match="needs the loss"):
+        optimizer.step()
+
+
+def test_a_refused_pair_of_losses_leaves_nothing_pending(backend: str) -> None:
+    optimizer, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    optimizer.add_loss(3.0)
+    with pytest.raises(RuntimeError, match="two sources"):
+        optimizer.step(loss=1.0)
+    optimizer.step(loss=1.0)
+    plain.step(loss=1.0)
+    assert snapshot(optimizer) == snapshot(plain)
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.0])
+def test_a_step_without_gradients_is_no_error_and_takes_the_loss(backend: str, lr: float) -> None:
+    """Lightning steps so after a training_step that returned None."""
+    p = Parameter(torch.ones(3))
+    optimizer = NGNMDv1.simple([p], lr=lr, backend=backend)
+    for _ in range(2):  # before there is state, and after
+        assert optimizer.step() is None
+        assert optimizer.step(lambda: None) is None
+        optimizer.add_loss(2.0)
+        assert optimizer.step() is None
+        p.grad = torch.ones(3)
+        before = snapshot(optimizer)
+        if lr:
+            with pytest.raises(RuntimeError, match="needs the loss"):
+                optimizer.step()
+        assert_unchanged(optimizer, before)
+        optimizer.step(loss=1.0)
+        optimizer.zero_grad()
+
+
+def test_proxies_that_copy_the_dict_share_what_is_pending(backend: str) -> None:
+    """Lightning's and Fabric's optimizers are made like this one."""
+    optimizer, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    proxy = object.__new__(type("Proxy", (type(optimizer),), {}))
+    proxy.__dict__ = dict(optimizer.__dict__)
+    proxy.add_loss(1.0)
+    optimizer.add_loss(1.0)
+    optimizer.step()
+    plain.step(loss=2.0)
+    assert snapshot(optimizer) == snapshot(plain)
+    with pytest.raises(RuntimeError, match="needs the loss"):
+        proxy.step()
+    random_gradients(params_of(optimizer), seed=2)
+    optimizer.add_loss(1.0)
+    proxy.zero_grad()
+    random_gradients(params_of(optimizer), seed=2)
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        optimizer.step()
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_has_a_pending_loss_of_its_own(backend: str, copied: Any) -> None:
+    optimizer, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    optimizer.add_loss(0.5)
+    optimizer.step()
+    random_gradients(params_of(optimizer), seed=2)
+    optimizer.add_loss(1.5)
+    other = copied(optimizer)
+    optimizer.add_loss(1.0)
+    optimizer.step()
+    for p, twin in zip(params_of(plain), params_of(other), strict=True):
+        p.data.copy_(twin)
+    plain.load_state_dict(other.state_dict())
+    random_gradients(params_of(other), seed=2)
+    random_gradients(params_of(plain), seed=2)
+    other.step()
+    plain.step(loss=1.5)
+    assert snapshot(other) == snapshot(plain)
+
+
+class Loop:
+    """Two parameters, and a loss whose gradient is known without a network."""
+
+    def __init__(self, backend: str) -> None:
+        self.params = [Parameter(torch.full((3,), 0.5)), Parameter(torch.full((2, 2), -1.0))]
+        self.optimizer = NGNMDv1.simple(self.params, lr=0.1, backend=backend)
+
+    def loss(self, scale: float) -> torch.Tensor:
+        return scale * sum((p * p).sum() for p in self.params)
+
+    def clear(self) -> None:
+        """As model.zero_grad() does, which the optimizer does not see."""
+        for p in self.params:
+            p.grad = None
+
+
+def by_keyword(loop: Loop, scale: float) -> None:
+    loss = loop.loss(scale)
+    loop.optimizer.zero_grad()
+    loss.backward()
+    loop.optimizer.step(loss=loss)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("give", ["add_loss", "set_loss"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "zero loss backward give step",
+        "zero loss give backward step",
+        "loss zero give backward step",
+        "loss give zero backward step",
+        "loss give zero zero backward step",
+        "loss give backward step zero",
+        "loss backward give step zero",
+        "loss backward give step clear",
+        "loss give clear backward step",
+        "clear loss backward give step",
+        "zero loss give backward step zero",
+        "zero half give backward half give backward step",
+        "zero half backward give half backward give step",
+        "half give zero backward half give backward step",
+        "half give backward half give backward step clear",
+        # A step that never came, and that zero_grad() made up for.
+        "zero wrong backward give zero loss backward give step",
+        "zero wrong give backward zero loss give backward step",
+        "zero wrong give backward wrong backward give zero loss give backward step",
+        "wrong backward give clear zero loss backward give step",
+    ],
+)
+def test_orders_of_a_loop(backend: str, order: str, give: str, set_to_none: bool) -> None:
+    """A pending loss goes with its gradients, in whatever order a loop does things."""
+    pending, plain = Loop(backend), Loop(backend)
+    optimizer = pending.optimizer
+    loss = torch.tensor(0.0)
+    for k in range(3):
+        for word in order.split():
+            if word in ("loss", "wrong", "half"):
+                scale = {"loss": 1.0, "wrong": 5.0, "half": 0.5}[word] * (k + 1)
+                loss = pending.loss(scale)
+            elif word == "give" and give == "add_loss":
+                optimizer.add_loss(loss)
+            elif word == "give":  # the same by a mean: two halves of one whole
+                optimizer.set_loss(loss * (2 if "half" in order else 1))
+            elif word == "backward":
+                loss.backward()
+            elif word == "zero":
+                optimizer.zero_grad(set_to_none=set_to_none)
+            elif word == "clear":
+                pending.clear()
+            else:
+                optimizer.step()
+        by_keyword(plain, k + 1.0)
+        assert snapshot(optimizer) == snapshot(plain.optimizer)
+
+
+def test_a_loss_whose_gradients_were_cleared_is_missed_aloud(backend: str) -> None:
+    """The order that no rule can tell from micro-batches: never the sum of two steps' losses."""
+    loop = Loop(backend)
+    for _ in range(2):
+        loss = loop.loss(1.0)
+        loop.optimizer.add_loss(loss)
+        loop.optimizer.zero_grad()
+        loss.backward()  # and its step never comes
+    with pytest.raises(RuntimeError, match="give it after zero_grad"):
+        loop.optimizer.step()
+
+
+def test_a_scaler_that_leaves_the_step_out(backend: str) -> None:
+    """Without `_step_supports_amp_scaling`, GradScaler does not call step() on an overflow."""
+    scaled, plain = Loop(backend), Loop(backend)
+    scaled.optimizer._step_supports_amp_scaling = False
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for k, overflow in enumerate([False, True, True, False]):
+        scaled.optimizer.zero_grad()
+        loss = scaled.loss(k + 1.0)
+        scaler.scale(loss).backward()
+        if overflow:
+            scaled.params[0].grad[0] = float("inf")  # type: ignore[index]
+        scaled.optimizer.add_loss(loss)
+        scaler.step(scaled.optimizer)
+        scaler.update()
+        if not overflow:
+            by_keyword(plain, k + 1.0)
+    assert snapshot(scaled.optimizer) == snapshot(plain.optimizer)
+
+
+def test_a_pending_loss_keeps_neither_graph_nor_gradient(backend: str) -> None:
+    loop = Loop(backend)
+    for step in (True, False):
+        loss = loop.loss(1.0)
+        loss.backward()
+        loop.optimizer.add_loss(loss)
+        if step:
+            loop.optimizer.step()
+        kept = [
+            weakref.ref(loss),
+            *(weakref.ref(p.grad) for p in loop.params if p.grad is not None),
+        ]
+        assert len(kept) == 3
+        del loss
+        loop.clear()
+        gc.collect()
+        assert [ref() for ref in kept] == [None] * 3

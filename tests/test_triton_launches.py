@@ -8,17 +8,23 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from algorithms import EVERY, NGND, Algorithm, NGNMDv1
-from fake_gpu import Event, FakeGPU, Synchronised, counting
+from fake_gpu import Event, FakeGPU, Synchronised, counting, place
 from torch import Tensor
 
 import ngn_kernels.backends as backends
+from ngn_kernels.optimizer import WARNINGS
+from ngn_kernels.plan import BucketKey
+from ngn_kernels.ranks import Ranks
+from ngn_kernels.rules import Reason
 from ngn_kernels.transfer import SPARE, Pinned
 
 pytest.importorskip("triton")
@@ -142,7 +148,7 @@ def test_moved_gradients_are_one_more_copy(algorithm: Algorithm, fake_gpu: FakeG
         optimizer.step(loss=loss)
         if k > 0:
             assert fake_gpu.watch.created == []
-            assert fake_gpu.watch.work == ["copy_", "_foreach_copy_", "sub_", *NEWS]
+            assert fake_gpu.watch.work == ["copy_", "_foreach_copy_", *NEWS]
 
 
 @EVERY
@@ -174,6 +180,70 @@ def test_two_devices(algorithm: Algorithm, clipping: bool, fake_gpu: FakeGPU) ->
         assert [name for name, _ in fake_gpu.launches] == wanted
 
 
+@pytest.fixture
+def four_ranks(fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A group of four GPUs whose messages are only counted, in bytes."""
+    sent: list[int] = []
+    group = SimpleNamespace(_device_types=[torch.device("cuda")])
+
+    def all_gather(received: list[Tensor], tensor: Tensor, group: Any) -> None:
+        assert tensor.device.type == "cuda" and len(received) == 4
+        sent.append(tensor.numel() * tensor.element_size())
+
+    monkeypatch.setattr(Ranks, "group", lambda self: group)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    return sent
+
+
+@EVERY
+@CLIPPING
+def test_ranks_wait_for_nothing(
+    algorithm: Algorithm, clipping: bool, fake_gpu: FakeGPU, four_ranks: list[int]
+) -> None:
+    """One small message, two where the norm must come first; as many launches as for one rank."""
+    options = {"max_grad_norm": 1.0} if clipping else {}
+    optimizer, params = optimizer_of(algorithm, 40, 3, **options)
+    wanted = 2 if clipping and algorithm.rms and not algorithm.coordinate else 1
+    for captured in (False, False, True):
+        new_gradients(params)
+        loss = new_loss()
+        fake_gpu.launches.clear()
+        four_ranks.clear()
+        with fake_gpu.capture() if captured else nullcontext():
+            optimizer.step(loss=loss)
+        assert [name for name, _ in fake_gpu.launches] == launches_of(algorithm, clipping)
+        assert four_ranks == [64] * wanted
+    assert fake_gpu.watch.pinned_while_capturing == 0
+
+
+def test_a_bad_argument_on_a_gpu_is_raised_after_the_message(
+    fake_gpu: FakeGPU, four_ranks: list[int]
+) -> None:
+    optimizer, params = optimizer_of(NGNMDv1, 3)
+    new_gradients(params)
+    with pytest.raises(TypeError, match="the loss is a str"):
+        optimizer.step(loss="many")
+    assert four_ranks == [64] and not fake_gpu.launches
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda:0"])
+def test_a_host_beside_a_gpu(home: str, fake_gpu: FakeGPU) -> None:
+    """The host waits for the numbers that it computes with, and for nothing else; a GPU never."""
+    fake_gpu.watch.host_may_wait = True
+    other = "cuda:0" if home == "cpu" else "cpu"
+    params: list[Tensor] = [torch.nn.Parameter(torch.empty(3, device=d)) for d in (home, other)]
+    optimizer = NGNMDv1.simple(params, backend="reference")
+    for _ in range(2):
+        new_gradients(params)
+        fake_gpu.watch.waited.clear()
+        optimizer.step(loss=1.0)
+        plan = optimizer._plan
+        gpu = [d.device.type for d in plan.devices].index("cuda")
+        needed = [plan.sums[gpu]] + [plan.devices[gpu].report.counts] * (home == "cpu")
+        assert list(map(place, fake_gpu.watch.waited)) == list(map(place, needed))
+
+
 def test_events_are_recorded_where_the_copies_are(fake_gpu: FakeGPU) -> None:
     """The current device is another one than the parameters'."""
     optimizer, params = optimizer_of(NGNMDv1, 3, device="cuda:1")
@@ -181,6 +251,68 @@ def test_events_are_recorded_where_the_copies_are(fake_gpu: FakeGPU) -> None:
         new_gradients(params)
         optimizer.step(loss=float(k))
     assert set(fake_gpu.events) == {torch.device("cuda:1")}
+
+
+def warnings_of(step: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step()
+    return [str(warning.message) for warning in said]
+
+
+@EVERY
+def test_a_skipped_step_is_warned_of_some_steps_later(
+    algorithm: Algorithm, fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, when its count has reached the host: nobody waits for it, and nobody forgets it."""
+    optimizer, params = optimizer_of(algorithm, 3)
+    new_gradients(params)
+
+    def said() -> list[str]:
+        return warnings_of(lambda: optimizer.step(loss=new_loss()))
+
+    assert said() == []
+    fake_gpu.counts = [0, 1, Reason.LOSS_NOT_FINITE]
+    assert said() == [], "the count of this step is only now on its way"
+    monkeypatch.setattr(Event, "passed", False)
+    assert said() == said() == [], "it has not arrived yet"
+    monkeypatch.setattr(Event, "passed", True)
+    (message,) = said()
+    assert message == f"{algorithm.name}: {WARNINGS[Reason.LOSS_NOT_FINITE]}"
+    assert said() == said() == []
+    fake_gpu.counts = [0, 3, Reason.AMP_OVERFLOW]
+    assert said() == []
+    (message,) = said()
+    assert "gradient scaler found an overflow" in message
+    assert said() == []
+
+
+def test_skips_of_replayed_graphs_are_warned_of_by_ordinary_steps(fake_gpu: FakeGPU) -> None:
+    """A captured step asks nothing: neither an event nor memory that a copy may be writing."""
+    optimizer, params = optimizer_of(NGNMDv1, 3)
+    new_gradients(params)
+    optimizer.step(loss=new_loss())
+    fake_gpu.counts = [0, 5, Reason.GRADIENT_NOT_FINITE]
+    with fake_gpu.capture():
+        assert warnings_of(lambda: optimizer.step(loss=new_loss())) == []
+    later = [warnings_of(lambda: optimizer.step(loss=new_loss())) for _ in range(4)]
+    assert [len(said) for said in later] == [0, 1, 0, 0]
+    assert "is not finite" in later[1][0]
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_other_devices_are_asked_at_once(device: str, fake_gpu: FakeGPU) -> None:
+    """Where counts do not come over by themselves a step reads them, and no skip is silent."""
+    p = torch.nn.Parameter(torch.empty(3, device=device))
+    optimizer = NGNMDv1.simple([p])
+    p.grad = torch.empty_like(p)
+    loss = torch.ones((), device=device)
+    assert warnings_of(lambda: optimizer.step(loss=loss)) == []
+    assert optimizer._plan.buckets[0].backend.name == "reference"
+    fake_gpu.counts = [0, 1, Reason.LOSS_NOT_FINITE]
+    (message,) = warnings_of(lambda: optimizer.step(loss=loss))
+    assert "the loss is not finite" in message
+    assert warnings_of(lambda: optimizer.step(loss=loss)) == []
 
 
 WAITS = {
@@ -354,9 +486,9 @@ def test_float64_is_refused(dtype: torch.dtype, message: str | None, fake_gpu: F
 def test_float64_falls_back_under_auto(fake_gpu: FakeGPU) -> None:
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0", dtype=torch.float64))
     p.grad = torch.empty_like(p)
-    key = NGNMDv1.simple([p], backend="auto")._bucket_key(p)
+    key = BucketKey.of(p, {})
     assert backends.select_backend("auto", key).name == "reference"
-    single = key._replace(param=torch.float32, grad=torch.float32, state=torch.float32)
+    single = key._replace(param=torch.float32, grad=torch.float32, m=torch.float32, v=torch.float32)
     assert backends.select_backend("auto", single).name == "triton"
 
 
@@ -453,7 +585,7 @@ def test_auto_falls_back_and_says_so_once(
     )
     backends._say_once.cache_clear()
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0"))
-    key = NGNMDv1.simple([p])._bucket_key(p)
+    key = BucketKey.of(p, {})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         chosen = {backends.select_backend("auto", key).name for _ in range(3)}

@@ -82,12 +82,18 @@ def select_backend(name: str, key: BucketKey) -> Backend:
     preferred = "cpu" if key.device.type == "cpu" else "triton"
     backend = _load(preferred)
     if not isinstance(backend, str):
-        if backend.unfit(key) is None:
+        reason = backend.unfit(key)
+        if reason is None:
             return backend
+        if key.narrow and key.device.type != "mps":
+            _say_once(preferred, reason)
     elif preferred == "cpu" or key.device.type == "cuda":
         _say_once(preferred, backend)
     reference = _load("reference")
     assert not isinstance(reference, str)
+    reason = reference.unfit(key)
+    if reason:
+        raise TypeError(f"no backend can serve these parameters: {reason}")
     return reference
 
 

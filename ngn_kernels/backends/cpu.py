@@ -33,18 +33,21 @@ class CpuBackend:
         return None
 
     def prepare(self, bucket: Bucket) -> None:
-        key, board = bucket.key, bucket.board
+        key, inputs, report = bucket.key, bucket.tables.inputs, bucket.tables.report
         bucket.prepared = self.extension.Bucket(
             table=bucket.table,
             chunks=bucket.chunks(self.extension.CHUNK),
-            groups=board.groups.numpy(),
-            scalars=board.scalars.numpy(),
+            groups=inputs.groups.numpy(),
+            inputs=inputs.scalars.numpy(),
             sums=bucket.sums.numpy(),
             index=bucket.index,
-            report=board.report.numpy(),
+            counts=report.counts.numpy(),
+            sizes=report.sizes.numpy(),
             x_type=self._dtype(key.param),
             g_type=self._dtype(key.grad),
-            state_type=self._dtype(key.state),
+            m_type=self._dtype(key.m),
+            v_type=self._dtype(key.v),
+            rounding=getattr(self.extension.Rounding, key.rounding),
         )
 
     def reduce(self, bucket: Bucket, rule: Rule) -> None:

@@ -10,21 +10,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan import (
-    FOUND_INF,
-    GRAD_SCALE,
-    HEIGHT,
-    LAST_REASON,
-    MAX_GRAD_NORM,
-    REASON,
-    SHRINK,
-    SKIPPED,
-    Board,
-    Bucket,
-    BucketKey,
-    Row,
+from ..formats import (
+    decoded,
+    encoded,
+    in_memory_order,
+    join_bfloat16,
+    narrow_format,
+    noise,
+    other_noise,
+    split_bfloat16,
+    stochastic_bfloat16,
+    stochastic_float16,
 )
+from ..plan import Bucket, BucketKey, Row
 from ..rules import Reason, Rule
+from ..tables import Count, GroupColumn, Input, Inputs, Report, Sum
 from . import is_real_float
 
 
@@ -36,9 +36,9 @@ class Coefficients(NamedTuple):
     beta2: Tensor
     eps: Tensor
     bias: Tensor  # 1 - beta2^t
-    step: Tensor  # (1 - beta1) gamma, scalar rules
-    lr: Tensor
-    two_h: Tensor
+    step: Tensor  # (1 - beta1) gamma; of coordinate rules (1 - beta1) min(c, 2h)
+    flatness: Tensor  # 2h / max(c, 2h), coordinate rules
+    curvature: Tensor  # c / max(c, 2h), coordinate rules
     decay: Tensor  # lambda c, or lambda a
 
 
@@ -54,11 +54,16 @@ def clip_factor(norm_squared: Tensor, max_grad_norm: Tensor) -> Tensor:
     return factor.masked_fill(~max_grad_norm.isfinite(), 1.0)
 
 
-def shrink(rule: Rule, sums: Tensor, board: Board) -> Shrink:
+def height(inputs: Inputs) -> Tensor:
+    """h: how far the loss is above its floor"""
+    return inputs.scalars[Input.LOSS] - inputs.scalars[Input.LOSS_FLOOR]
+
+
+def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
     """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0"""
     weighted, alignment, norm = sums.unbind()
-    h = board.scalars[HEIGHT]
-    max_grad_norm = board.scalars[MAX_GRAD_NORM]
+    h = height(inputs)
+    max_grad_norm = inputs.scalars[Input.MAX_GRAD_NORM]
     clip = clip_factor(norm, max_grad_norm)
     # Without RMS the sum was taken over unclipped gradients.
     q = weighted if rule.rms else clip * clip * weighted
@@ -67,12 +72,12 @@ def shrink(rule: Rule, sums: Tensor, board: Board) -> Shrink:
     rho = rho.masked_fill(denominator == 0, 1.0)
 
     norm = norm.masked_fill(~max_grad_norm.isfinite(), 0.0)
-    reason = torch.zeros_like(board.report[REASON])
+    reason = torch.zeros((), dtype=torch.int64, device=sums.device)
     for condition, code in (  # the first that holds is written last
         (~(weighted + alignment + norm).isfinite(), Reason.GRADIENT_NOT_FINITE),
         (h < 0, Reason.LOSS_BELOW_FLOOR),
         (~h.isfinite(), Reason.LOSS_NOT_FINITE),
-        (board.scalars[FOUND_INF] != 0, Reason.AMP_OVERFLOW),
+        (inputs.scalars[Input.FOUND_INF] != 0, Reason.AMP_OVERFLOW),
     ):
         reason = reason.masked_fill(condition, int(code))
     return Shrink(rho, clip, reason)
@@ -83,18 +88,23 @@ def effective_lr(rule: Rule, lr: Tensor, weight_decay: Tensor) -> Tensor:
     return lr / (1 + weight_decay * lr) if rule.regularised else lr
 
 
-def coefficients(rule: Rule, board: Board, row: Row, clip: Tensor, rho: Tensor) -> Coefficients:
-    lr, beta1, beta2, eps, weight_decay = board.groups[row.group].unbind()
+def coefficients(rule: Rule, inputs: Inputs, row: Row, clip: Tensor, rho: Tensor) -> Coefficients:
+    lr, beta1, beta2, eps, weight_decay = inputs.groups[row.group].unbind()
     a = effective_lr(rule, lr, weight_decay)
+    # Divided by the larger of the two, neither overflows; 0 where both are.
+    two_h = 2 * height(inputs)
+    largest = torch.maximum(lr, two_h)
+    flatness, curvature = ((part / largest).masked_fill(largest == 0, 0.0) for part in (two_h, lr))
+    gamma = torch.minimum(lr, two_h) if rule.coordinate else a * rho
     return Coefficients(
-        gradient_scale=clip / board.scalars[GRAD_SCALE],
+        gradient_scale=clip / inputs.scalars[Input.GRAD_SCALE],
         beta1=beta1,
         beta2=beta2,
         eps=eps,
-        bias=1 - beta2 ** (row.step.to(board.wide) + 1),
-        step=(1 - beta1) * a * rho,
-        lr=lr,
-        two_h=2 * board.scalars[HEIGHT],
+        bias=1 - beta2 ** (row.step.to(beta2.dtype) + 1),
+        step=(1 - beta1) * gamma,
+        flatness=flatness,
+        curvature=curvature,
         decay=weight_decay * a,
     )
 
@@ -130,9 +140,8 @@ def update(
         v_new = second_moment(v, g, k)
         d = preconditioner(v_new, k)
     if rule.coordinate:
-        denominator = k.two_h * d + k.lr * (g * g)
-        numerator = (1 - k.beta1) * k.two_h * k.lr
-        m_new = (numerator * g / denominator).masked_fill(denominator == 0, 0.0)
+        d = k.flatness * d + k.curvature * (g * g)
+        m_new = (k.step * g / d).masked_fill(d == 0, 0.0)
     else:
         m_new = k.step * g / d
     m_new = m_new + k.decay * x
@@ -142,8 +151,90 @@ def update(
 
 
 def compute_dtype(key: BucketKey) -> torch.dtype:
-    wide = torch.float64 in (key.param, key.grad, key.state)
+    wide = torch.float64 in (key.param, key.grad, key.m, key.v) and not key.narrow
     return torch.float64 if wide else torch.float32
+
+
+class Held:
+    """One column of a row: loaded as numbers, and stored in its format."""
+
+    def __init__(
+        self, key: str, data: Tensor, scale: Tensor | None, row: Row, dtype: torch.dtype
+    ) -> None:
+        self.data = data
+        self.scale = scale
+        self.row = row
+        self.form = narrow_format(key, data.dtype)
+        self.old = (data if self.form is None else decoded(data, scale, self.form)).to(dtype)
+
+    def fits(self, new: Tensor) -> Tensor:
+        """Where a number is finite in its storage."""
+        if self.form is None:
+            return new.to(self.data.dtype).isfinite()
+        return new.abs() <= self.form.limit
+
+    def store(self, new: Tensor, fits: Tensor, go: Tensor) -> None:
+        """Elements that do not fit keep their numbers; without `go` nothing changes."""
+        if self.form is None:
+            new = new.to(self.data.dtype)
+            self.data.copy_(torch.where(go & fits, new, self.data))
+            return
+        values = torch.empty_like(self.data, dtype=torch.float32)
+        values.copy_(torch.where(fits, new, self.old))
+        random = noise(self.row.noise_key, self.row.step, values.numel())
+        code, scale = encoded(values, random, self.form)
+        self.data.copy_(torch.where(go, code, self.data))
+        if self.scale is not None and scale is not None:
+            self.scale.copy_(torch.where(go, scale, self.scale))
+
+
+class HeldParameter:
+    """The same of a parameter, which is stored as its `rounding` says."""
+
+    def __init__(self, row: Row, rounding: str, dtype: torch.dtype) -> None:
+        self.row = row
+        self.rounding = rounding
+        x, remainder = row.x, row.remainder
+        exact = rounding == "exact" and remainder is not None
+        self.old = join_bfloat16(x, remainder) if exact else x.to(dtype)  # type: ignore[arg-type]
+
+    def fits(self, new: Tensor) -> Tensor:
+        dtype = self.row.x.dtype
+        if self.rounding == "stochastic":
+            return new.abs() <= torch.finfo(dtype).max
+        return new.to(dtype).isfinite()
+
+    def store(self, new: Tensor, fits: Tensor, go: Tensor) -> None:
+        x, remainder = self.row.x, self.row.remainder
+        keep = torch.where(go & fits, new, self.old)
+        if self.rounding == "stochastic":
+            values = torch.empty_like(x, dtype=torch.float32).copy_(keep)
+            random = other_noise(noise(self.row.noise_key, self.row.step, x.numel()))
+            to_half = stochastic_bfloat16 if x.dtype == torch.bfloat16 else stochastic_float16
+            in_memory_order(x).copy_(to_half(in_memory_order(values), random))
+        elif self.rounding == "exact":
+            assert remainder is not None
+            near, rest = split_bfloat16(keep.to(torch.float32))
+            x.copy_(near)
+            remainder.copy_(rest)
+        else:
+            x.copy_(torch.where(go & fits, new.to(x.dtype), x))
+
+
+def columns(rule: Rule, row: Row, key: BucketKey) -> tuple[HeldParameter, Held | None, Held | None]:
+    """x, m and v of a row, as far as the rule has them."""
+    dtype = compute_dtype(key)
+    m = row.m if rule.momentum else None
+    v = row.v if rule.rms else None
+    return (
+        HeldParameter(row, key.rounding, dtype),
+        None if m is None else Held("momentum_buffer", m, row.m_scale, row, dtype),
+        None if v is None else Held("exp_avg_sq", v, row.v_scale, row, dtype),
+    )
+
+
+def old(column: Held | None) -> Tensor | None:
+    return None if column is None else column.old
 
 
 class ReferenceBackend:
@@ -159,63 +250,79 @@ class ReferenceBackend:
         pass
 
     def reduce(self, bucket: Bucket, rule: Rule) -> None:
-        board, dtype = bucket.board, compute_dtype(bucket.key)
-        one = torch.ones((), dtype=board.wide, device=board.device)
-        clip = clip_factor(bucket.sums.sum(0)[2], board.scalars[MAX_GRAD_NORM]) if rule.rms else one
-        total = torch.zeros(3, dtype=board.wide, device=board.device)
+        inputs, sums, dtype = bucket.tables.inputs, bucket.sums, compute_dtype(bucket.key)
+        one = torch.ones((), dtype=sums.dtype, device=sums.device)
+        max_grad_norm = inputs.scalars[Input.MAX_GRAD_NORM]
+        clip = clip_factor(sums.sum(0)[Sum.NORM], max_grad_norm) if rule.rms else one
+        total = torch.zeros(len(Sum), dtype=sums.dtype, device=sums.device)
         for row in bucket.rows:
-            g = row.gradient()
+            g = row.held
             if g is None:
                 continue
-            k = coefficients(rule, board, row, clip, one)
-            v = None if row.v is None or not rule.rms else row.v.to(dtype)
-            weighted, alignment = contribute(rule, row.x.to(dtype), v, g.to(dtype), k)
-            weight_decay = board.groups[row.group, 4]
-            weighted_sum = weighted.sum(dtype=board.wide)
-            total[0].add_(effective_lr(rule, k.lr, weight_decay) * weighted_sum)
+            k = coefficients(rule, inputs, row, clip, one)
+            x, _, v = columns(rule, row, bucket.key)
+            weighted, alignment = contribute(rule, x.old, old(v), g.to(dtype), k)
+            lr = inputs.groups[row.group, GroupColumn.LR]
+            weight_decay = inputs.groups[row.group, GroupColumn.WEIGHT_DECAY]
+            weighted_sum = weighted.sum(dtype=sums.dtype) / row.copies
+            total[Sum.WEIGHTED].add_(effective_lr(rule, lr, weight_decay) * weighted_sum)
             if alignment is not None:
-                total[1].add_(k.lr * weight_decay * alignment.sum(dtype=board.wide))
+                total[Sum.ALIGNMENT].add_(
+                    lr * weight_decay * alignment.sum(dtype=sums.dtype) / row.copies
+                )
             if not rule.rms:
-                total[2].add_(weighted_sum)
-        written = 2 if rule.rms else 3
-        bucket.sums[bucket.index].narrow(0, 0, written).copy_(total.narrow(0, 0, written))
+                total[Sum.NORM].add_(weighted_sum)
+        written = Sum.NORM if rule.rms else len(Sum)
+        sums[bucket.index].narrow(0, 0, written).copy_(total.narrow(0, 0, written))
 
     def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        board, dtype = bucket.board, compute_dtype(bucket.key)
-        rho, clip, reason = shrink(rule, bucket.sums.sum(0), board)
+        inputs, report, dtype = (
+            bucket.tables.inputs,
+            bucket.tables.report,
+            compute_dtype(bucket.key),
+        )
+        rho, clip, reason = shrink(rule, bucket.sums.sum(0), inputs)
         go = reason == 0
         for row in bucket.rows:
-            g = row.gradient()
+            g = row.held
             if g is None:
                 continue
-            k = coefficients(rule, board, row, clip, rho)
-            old = [
-                (row.x, row.x.to(dtype)),
-                (row.m if rule.momentum else None, None if row.m is None else row.m.to(dtype)),
-                (row.v if rule.rms else None, None if row.v is None else row.v.to(dtype)),
-            ]
-            x, m, v = (values if target is not None else None for target, values in old)
-            assert x is not None
-            new = update(rule, x, m, v, g.to(dtype), k)
-            stored = [
-                (target, value.to(target.dtype))
-                for (target, _), value in zip(old, new, strict=True)
-                if target is not None and value is not None
-            ]
-            finite = torch.stack([value.isfinite() for _, value in stored]).all(0)
-            for target, value in stored:
-                target.copy_(torch.where(go & finite, value, target))
+            k = coefficients(rule, inputs, row, clip, rho)
+            x, m, v = held = columns(rule, row, bucket.key)
+            new = update(rule, x.old, old(m), old(v), g.to(dtype), k)
+            stored = [(c, n) for c, n in zip(held, new, strict=True) if c and n is not None]
+            fits = torch.stack([column.fits(value) for column, value in stored]).all(0)
+            for column, value in stored:
+                column.store(value, fits, go)
             row.step += go
-            kept = go & ~finite.all()
+            kept = go & ~fits.all()
             reason = reason.masked_fill(kept, int(Reason.ELEMENTS_KEPT))
-        board.scalars[SHRINK].copy_(torch.where(go, rho, board.scalars[SHRINK]))
-        report = board.report
-        torch.maximum(report[REASON], reason, out=report[REASON])
-        if last:
-            skipped = report[REASON] != 0
-            report[SKIPPED].add_(skipped)
-            report[LAST_REASON].copy_(torch.where(skipped, report[REASON], report[LAST_REASON]))
-            report[REASON].zero_()
+        tell(rule, inputs, rho, go, reason, report, last)
+
+
+def tell(
+    rule: Rule,
+    inputs: Inputs,
+    rho: Tensor,
+    go: Tensor,
+    reason: Tensor,
+    report: Report,
+    last: bool,
+) -> None:
+    """The step sizes of a step that was applied; the last bucket counts one that was not."""
+    lr, weight_decay = (
+        inputs.groups.select(1, column) for column in (GroupColumn.LR, GroupColumn.WEIGHT_DECAY)
+    )
+    sizes = torch.cat([rho.reshape(1), effective_lr(rule, lr, weight_decay) * rho])
+    report.sizes.copy_(torch.where(go, sizes, report.sizes))
+    counts = report.counts
+    torch.maximum(counts[Count.REASON], reason, out=counts[Count.REASON])
+    if last:
+        skipped = counts[Count.REASON] != 0
+        counts[Count.SKIPPED].add_(skipped)
+        told = torch.where(skipped, counts[Count.REASON], counts[Count.LAST_REASON])
+        counts[Count.LAST_REASON].copy_(told)
+        counts[Count.REASON].zero_()
 
 
 def load() -> ReferenceBackend:

@@ -8,15 +8,16 @@ and no address changes, so that a step can be captured in a CUDA graph.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..plan import NUMEL, Bucket, BucketKey, G
+from ..plan import Bucket, BucketKey
 from ..rules import Rule
+from ..tables import Column, Sum
 from ..transfer import numbers_of
 from . import Unavailable
 
@@ -33,52 +34,32 @@ def chunk_size(numel: int) -> int:
     return min(max(1 << (fair - 1).bit_length(), SMALLEST_CHUNK), LARGEST_CHUNK)
 
 
-def vector_length(dtypes: Sequence[torch.dtype]) -> int:
+def vector_length(dtypes: Iterable[torch.dtype]) -> int:
     """Elements that the widest of the types fits into 128 bits."""
     return 16 // max(dtype.itemsize for dtype in dtypes)
 
 
-def reduce_constants(rule: Rule, key: BucketKey) -> dict[str, Any]:
-    """What the reduce kernel is specialised on; types that a rule does not touch play no part."""
-    x_type = key.param if rule.regularised else torch.float32
-    touched = [
-        key.grad,
-        *([key.state] if rule.rms else []),
-        *([x_type] if rule.regularised else []),
-    ]
-    vector = vector_length(touched)
-    return {
-        "RMS": rule.rms,
-        "REGULARISED": rule.regularised,
-        "X_TYPE": triton_type(x_type),
-        "G_TYPE": triton_type(key.grad),
-        "STATE_TYPE": triton_type(key.state),
-        "VECTOR": vector,
-        "BLOCK": THREADS * vector,
-    }
-
-
-def apply_constants(rule: Rule, key: BucketKey) -> dict[str, Any]:
-    """What the apply kernel is specialised on."""
-    stateful = rule.momentum or rule.rms
-    vector = vector_length([key.param, key.grad, *([key.state] if stateful else [])])
-    return {
-        "MOMENTUM": rule.momentum,
-        "COORDINATE": rule.coordinate,
-        "RMS": rule.rms,
-        "REGULARISED": rule.regularised,
-        "X_TYPE": triton_type(key.param),
-        "G_TYPE": triton_type(key.grad),
-        "STATE_TYPE": triton_type(key.state),
-        "VECTOR": vector,
-        "BLOCK": THREADS * vector,
-    }
+def column_types(kernel: str, rule: Rule, key: BucketKey) -> dict[str, torch.dtype]:
+    """The element types of the columns that a kernel reads."""
+    types = {"x": key.param, "g": key.grad, "m": key.m, "v": key.v}
+    read = rule.reduce_reads if kernel == "reduce" else rule.apply_reads
+    return {column: types[column] for column in read}
 
 
 def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
-    """What a kernel is specialised on."""
-    describe = reduce_constants if kernel == "reduce" else apply_constants
-    return describe(rule, key)
+    """What a kernel is specialised on; types that it does not touch play no part."""
+    types = column_types(kernel, rule, key)
+    vector = vector_length(types.values())
+    of_apply = {"MOMENTUM": rule.momentum, "COORDINATE": rule.coordinate}
+    columns = "xgmv" if kernel == "apply" else "xgv"
+    return {
+        **(of_apply if kernel == "apply" else {}),
+        "RMS": rule.rms,
+        "REGULARISED": rule.regularised,
+        **{f"{c.upper()}_TYPE": triton_type(types.get(c, torch.float32)) for c in columns},
+        "VECTOR": vector,
+        "BLOCK": THREADS * vector,
+    }
 
 
 def triton_type(dtype: torch.dtype) -> Any:
@@ -87,11 +68,11 @@ def triton_type(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def options(kernel: str, rule: Rule, target: Any) -> dict[str, Any]:
+def options(target: Any) -> dict[str, Any]:
     """How a kernel is compiled for a target."""
     # Triton is about to change its default: without fusion the bits are those of the formulas.
     chosen = {"num_warps": THREADS // target.warp_size, "num_stages": 1, "enable_fp_fusion": False}
-    if target.backend == "cuda" and rule.rms and (kernel == "apply" or rule.regularised):
+    if target.backend == "cuda":
         # Half of the machine's warps stay resident. Without a bound some variants take 80, and
         # others are held to 48 by spilling.
         chosen["maxnreg"] = 64
@@ -103,7 +84,7 @@ class Tables:
 
     def __init__(self, bucket: Bucket) -> None:
         device = bucket.key.device
-        self.chunk_size = chunk_size(int(bucket.table[NUMEL].sum()))
+        self.chunk_size = chunk_size(int(bucket.table[Column.NUMEL].sum()))
         chunks = bucket.chunks(self.chunk_size)
         # A bucket of empty tensors has step counts to advance all the same.
         self.host_chunks = chunks if len(chunks) else np.zeros((1, 2), dtype=np.int64)
@@ -111,22 +92,18 @@ class Tables:
         # On the CPU this shares the bucket's own memory.
         self.table = torch.from_numpy(bucket.table).to(device, non_blocking=True)
         self.chunks = torch.from_numpy(self.host_chunks).to(device, non_blocking=True)
-        self.partials = torch.zeros(3, self.n_chunks, dtype=torch.float64, device=device)
+        self.partials = torch.zeros(len(Sum), self.n_chunks, dtype=torch.float64, device=device)
         self.reduce_ticket = torch.zeros(1, dtype=torch.int32, device=device)
         self.apply_ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        bucket.gradients = numbers_of(self.table[G], bucket.table[G])
-        board = bucket.board
-        head = (self.table, self.chunks, board.groups, board.scalars, bucket.sums)
-        sizes = (len(bucket.rows), self.n_chunks, self.chunk_size, len(bucket.sums))
-        self.reduce_args = (*head, self.partials, self.reduce_ticket, *sizes, bucket.index)
-        self.apply_args = (*head, board.report, self.apply_ticket, *sizes)
+        bucket.gradients = numbers_of(self.table[Column.G], bucket.table[Column.G])
+        inputs, report = bucket.tables.inputs, bucket.tables.report
+        head = (self.table, self.chunks, inputs.groups, inputs.scalars, bucket.sums)
+        counts = (len(bucket.rows), self.n_chunks, self.chunk_size, len(bucket.sums))
+        told = (report.counts, report.sizes, self.apply_ticket)
+        self.reduce_args = (*head, self.partials, self.reduce_ticket, *counts, bucket.index)
+        self.apply_args = (*head, *told, *counts, len(inputs.groups))
         # Compiled kernels by what they are specialised on, with their constants.
         self.compiled: dict[tuple[str, Rule], tuple[Any, tuple[Any, ...]]] = {}
-
-    def chunks_of(self, rows: range) -> tuple[int, int]:
-        """The first chunk of some neighbouring rows, and how many they have."""
-        first, end = np.searchsorted(self.host_chunks[:, 0], [rows.start, rows.stop])
-        return int(first), int(end - first)
 
 
 class TritonBackend:
@@ -152,28 +129,31 @@ class TritonBackend:
                     f"{what} of {dtype}; it takes float32, bfloat16 and float16: use those, "
                     'or backend="reference"'
                 )
-        if key.state != torch.float32:
-            return f'state of {key.state}; it keeps float32 state: use backend="reference"'
+        if key.rounding != "nearest":
+            return (
+                f'rounding="{key.rounding}"; it rounds parameters to nearest: '
+                'leave rounding= out, or use backend="reference"'
+            )
+        for state in (key.m, key.v):
+            if state != torch.float32:
+                return (
+                    f"state of {state}; it keeps float32 state: "
+                    'leave state= out, or use backend="reference"'
+                )
         return None
 
     def prepare(self, bucket: Bucket) -> None:
         bucket.prepared = Tables(bucket)
 
-    def reduce(self, bucket: Bucket, rule: Rule, rows: range | None = None) -> None:
-        """Reduce all rows, or only some; the sums are there once every row has had its turn."""
-        tables = bucket.prepared
-        first, count = (0, tables.n_chunks) if rows is None else tables.chunks_of(rows)
-        if count:
-            self._launch("reduce", bucket, rule, count, (*tables.reduce_args, first))
+    def reduce(self, bucket: Bucket, rule: Rule) -> None:
+        self._launch("reduce", bucket, rule, bucket.prepared.reduce_args)
 
     def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        tables = bucket.prepared
-        self._launch("apply", bucket, rule, tables.n_chunks, (*tables.apply_args, int(last)))
+        self._launch("apply", bucket, rule, (*bucket.prepared.apply_args, int(last)))
 
-    def _launch(
-        self, name: str, bucket: Bucket, rule: Rule, blocks: int, args: tuple[Any, ...]
-    ) -> None:
+    def _launch(self, name: str, bucket: Bucket, rule: Rule, args: tuple[Any, ...]) -> None:
         tables = bucket.prepared
+        blocks = tables.n_chunks
         with self._device(bucket):
             compiled = tables.compiled.get((name, rule))
             if compiled is not None:
@@ -182,7 +162,7 @@ class TritonBackend:
                 return
             named = constants(name, rule, bucket.key)
             kernel = getattr(self.kernels, name)
-            compiled = kernel[(blocks,)](*args, **named, **options(name, rule, self.target()))
+            compiled = kernel[(blocks,)](*args, **named, **options(self.target()))
             # The interpreter compiles nothing.
             if compiled is not None:
                 tables.compiled[name, rule] = compiled, tuple(named.values())

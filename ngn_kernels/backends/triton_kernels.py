@@ -19,18 +19,30 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .. import plan
 from ..rules import Reason
+from ..tables import Column, Count, GroupColumn, Input, Size, Sum
+from .triton import THREADS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-X, G, M, V = tl.constexpr(plan.X), tl.constexpr(plan.G), tl.constexpr(plan.M), tl.constexpr(plan.V)
-STEP, NUMEL, GROUP = tl.constexpr(plan.STEP), tl.constexpr(plan.NUMEL), tl.constexpr(plan.GROUP)
-HEIGHT, GRAD_SCALE = tl.constexpr(plan.HEIGHT), tl.constexpr(plan.GRAD_SCALE)
-FOUND_INF, SHRINK = tl.constexpr(plan.FOUND_INF), tl.constexpr(plan.SHRINK)
-MAX_GRAD_NORM = tl.constexpr(plan.MAX_GRAD_NORM)
-REASON, SKIPPED = tl.constexpr(plan.REASON), tl.constexpr(plan.SKIPPED)
-LAST_REASON = tl.constexpr(plan.LAST_REASON)
+X, G, M, V = (tl.constexpr(int(c)) for c in (Column.X, Column.G, Column.M, Column.V))
+STEP, NUMEL = tl.constexpr(int(Column.STEP)), tl.constexpr(int(Column.NUMEL))
+GROUP, COPIES = tl.constexpr(int(Column.GROUP)), tl.constexpr(int(Column.COPIES))
+NOISE_KEY = tl.constexpr(int(Column.NOISE_KEY))
+REMAINDER = tl.constexpr(int(Column.REMAINDER))
+M_SCALE, V_SCALE = tl.constexpr(int(Column.M_SCALE)), tl.constexpr(int(Column.V_SCALE))
+LR, BETA1 = tl.constexpr(int(GroupColumn.LR)), tl.constexpr(int(GroupColumn.BETA1))
+BETA2, EPS = tl.constexpr(int(GroupColumn.BETA2)), tl.constexpr(int(GroupColumn.EPS))
+WEIGHT_DECAY = tl.constexpr(int(GroupColumn.WEIGHT_DECAY))
+GROUP_COLUMNS = tl.constexpr(len(GroupColumn))
+LOSS, LOSS_FLOOR = tl.constexpr(int(Input.LOSS)), tl.constexpr(int(Input.LOSS_FLOOR))
+GRAD_SCALE, FOUND_INF = tl.constexpr(int(Input.GRAD_SCALE)), tl.constexpr(int(Input.FOUND_INF))
+MAX_GRAD_NORM = tl.constexpr(int(Input.MAX_GRAD_NORM))
+WEIGHTED, ALIGNMENT = tl.constexpr(int(Sum.WEIGHTED)), tl.constexpr(int(Sum.ALIGNMENT))
+NORM, SUMS = tl.constexpr(int(Sum.NORM)), tl.constexpr(len(Sum))
+REASON, SKIPPED = tl.constexpr(int(Count.REASON)), tl.constexpr(int(Count.SKIPPED))
+LAST_REASON = tl.constexpr(int(Count.LAST_REASON))
+SHRINK, STEP_SIZES = tl.constexpr(int(Size.SHRINK)), tl.constexpr(int(Size.STEP_SIZES))
 
 NONE, AMP_OVERFLOW = tl.constexpr(int(Reason.NONE)), tl.constexpr(int(Reason.AMP_OVERFLOW))
 LOSS_NOT_FINITE = tl.constexpr(int(Reason.LOSS_NOT_FINITE))
@@ -63,22 +75,28 @@ def clip_factor(norm_squared, max_grad_norm):
 @device
 def sum_buckets(sums, n_buckets):
     """Q, W and the squared norm over all buckets, in their order."""
-    weighted = tl.load(sums)
-    alignment = tl.load(sums + 1)
-    norm = tl.load(sums + 2)
+    weighted = tl.load(sums + WEIGHTED)
+    alignment = tl.load(sums + ALIGNMENT)
+    norm = tl.load(sums + NORM)
     for i_bucket in range(1, n_buckets):
-        weighted += tl.load(sums + 3 * i_bucket)
-        alignment += tl.load(sums + 3 * i_bucket + 1)
-        norm += tl.load(sums + 3 * i_bucket + 2)
+        weighted += tl.load(sums + SUMS * i_bucket + WEIGHTED)
+        alignment += tl.load(sums + SUMS * i_bucket + ALIGNMENT)
+        norm += tl.load(sums + SUMS * i_bucket + NORM)
     return weighted, alignment, norm
 
 
 @device
-def shrink(sums, n_buckets, scalars, RMS: tl.constexpr):
+def height(inputs):
+    """h: how far the loss is above its floor"""
+    return tl.load(inputs + LOSS) - tl.load(inputs + LOSS_FLOOR)
+
+
+@device
+def shrink(sums, n_buckets, inputs, RMS: tl.constexpr):
     """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0; the clip factor; why the step must not happen"""
     weighted, alignment, norm = sum_buckets(sums, n_buckets)
-    h = tl.load(scalars + HEIGHT)
-    max_grad_norm = tl.load(scalars + MAX_GRAD_NORM)
+    h = height(inputs)
+    max_grad_norm = tl.load(inputs + MAX_GRAD_NORM)
     clip = clip_factor(norm, max_grad_norm)
     # Without RMS the sum was taken over unclipped gradients.
     q = weighted if RMS else clip * clip * weighted
@@ -90,7 +108,7 @@ def shrink(sums, n_buckets, scalars, RMS: tl.constexpr):
     reason = tl.where(tl.abs(total) < INFINITY, NONE, GRADIENT_NOT_FINITE)
     reason = tl.where(h < 0, LOSS_BELOW_FLOOR, reason)
     reason = tl.where(tl.abs(h) < INFINITY, reason, LOSS_NOT_FINITE)
-    reason = tl.where(tl.load(scalars + FOUND_INF) != 0, AMP_OVERFLOW, reason)
+    reason = tl.where(tl.load(inputs + FOUND_INF) != 0, AMP_OVERFLOW, reason)
     return rho, clip, reason
 
 
@@ -103,8 +121,9 @@ def effective_lr(lr, weight_decay, REGULARISED: tl.constexpr):
 @device
 def moment_coefficients(groups, i_group, p_step):
     """beta2, 1 - beta2, eps, 1 / (1 - beta2^t)"""
-    beta2 = tl.load(groups + 5 * i_group + 2)
-    eps = tl.load(groups + 5 * i_group + 3)
+    group = groups + GROUP_COLUMNS * i_group
+    beta2 = tl.load(group + BETA2)
+    eps = tl.load(group + EPS)
     count = tl.load(p_step.to(tl.pointer_type(tl.float32))).to(tl.float64) + 1
     bias = 1 - tl.exp(count * tl.log(beta2))
     return beta2.to(tl.float32), (1 - beta2).to(tl.float32), eps.to(tl.float32), (1 / bias).to(tl.float32)
@@ -195,12 +214,12 @@ def store(address, o, b, mask, TYPE: tl.constexpr, VECTOR: tl.constexpr):
 @device
 def reduce_span(
     row, n_rows, begin, n, gradient_scale, k_v, RMS: tl.constexpr, REGULARISED: tl.constexpr,
-    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr,
+    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The sums of g^2 / D and g x over `n` elements of a row, VECTOR at a time."""
     p_x = address(row + X * n_rows, begin, X_TYPE)
-    p_v = address(row + V * n_rows, begin, STATE_TYPE)
+    p_v = address(row + V * n_rows, begin, V_TYPE)
     p_g = address(row + G * n_rows, begin, G_TYPE)
     b_weighted = tl.full((BLOCK,), 0.0, tl.float32)
     b_alignment = tl.full((BLOCK,), 0.0, tl.float32)
@@ -209,7 +228,7 @@ def reduce_span(
         mask = o < n
         b_g = load(p_g, o, mask, G_TYPE, VECTOR) * gradient_scale
         if RMS:
-            b_v = load(p_v, o, mask, STATE_TYPE, VECTOR)
+            b_v = load(p_v, o, mask, V_TYPE, VECTOR)
             b_d = preconditioner(second_moment(b_v, b_g, k_v), k_v)
             b_weighted += tl.div_rn(b_g * b_g, b_d)
         else:
@@ -232,23 +251,20 @@ def sum_partials(partials, n, BLOCK: tl.constexpr):
     return tl.sum(b_total)
 
 
-@triton.jit(do_not_specialize=("n_rows", "n_chunks", "chunk_size", "n_buckets", "index", "first_chunk"))
+@triton.jit(do_not_specialize=("n_rows", "n_chunks", "chunk_size", "n_buckets", "index"))
 def reduce(
-    table, chunks, groups, scalars, sums, partials, ticket,
-    n_rows, n_chunks, chunk_size, n_buckets, index, first_chunk,
+    table, chunks, groups, inputs, sums, partials, ticket,
+    n_rows, n_chunks, chunk_size, n_buckets, index,
     RMS: tl.constexpr, REGULARISED: tl.constexpr,
-    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr,
+    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Chunks from `first_chunk` on, one per block; writes their partials and nothing else.
-
-    The ticket counts the chunks of a step, not of a launch: rows may be reduced one by one.
-    """
+    """One chunk per block; writes their partials, then the bucket's sums, and nothing else."""
     i_block = tl.program_id(0)
     # Each pass walks the other way than the one before it, which left its last tensors in the cache.
     if RMS:
         i_block = tl.num_programs(0) - 1 - i_block
-    i_chunk = (first_chunk + i_block).to(tl.int64)
+    i_chunk = i_block.to(tl.int64)
     row, begin, n = locate(table, chunks, n_rows, chunk_size, i_chunk)
     n = tl.where(tl.load(row + G * n_rows) == 0, 0, n)
     i_group = tl.load(row + GROUP * n_rows)
@@ -259,61 +275,67 @@ def reduce(
     if RMS:
         k_v = moment_coefficients(groups, i_group, tl.load(row + STEP * n_rows))
         _, _, norm = sum_buckets(sums, n_buckets)
-        clip = clip_factor(norm, tl.load(scalars + MAX_GRAD_NORM))
-    gradient_scale = (clip / tl.load(scalars + GRAD_SCALE)).to(tl.float32)
+        clip = clip_factor(norm, tl.load(inputs + MAX_GRAD_NORM))
+    gradient_scale = (clip / tl.load(inputs + GRAD_SCALE)).to(tl.float32)
 
     vectors = is_aligned(row + G * n_rows, G_TYPE, VECTOR)
     if RMS:
-        vectors &= is_aligned(row + V * n_rows, STATE_TYPE, VECTOR)
+        vectors &= is_aligned(row + V * n_rows, V_TYPE, VECTOR)
     if REGULARISED:
         vectors &= is_aligned(row + X * n_rows, X_TYPE, VECTOR)
     n_aligned = tl.where(vectors, n // VECTOR, 0) * VECTOR
     weighted, alignment = reduce_span(
         row, n_rows, begin, n_aligned, gradient_scale, k_v, RMS, REGULARISED,
-        X_TYPE, G_TYPE, STATE_TYPE, VECTOR, BLOCK,
+        X_TYPE, G_TYPE, V_TYPE, VECTOR, BLOCK,
     )
     if n_aligned < n:
         # Half the block: in the same shape, the compiler would give it the layout of the vectors.
         rest = reduce_span(
             row, n_rows, begin + n_aligned, n - n_aligned, gradient_scale, k_v, RMS, REGULARISED,
-            X_TYPE, G_TYPE, STATE_TYPE, 1, BLOCK // 2,
+            X_TYPE, G_TYPE, V_TYPE, 1, BLOCK // 2,
         )
         weighted += rest[0]
         alignment += rest[1]
 
-    lr = tl.load(groups + 5 * i_group)
-    weight_decay = tl.load(groups + 5 * i_group + 4)
-    tl.store(partials + i_chunk, effective_lr(lr, weight_decay, REGULARISED) * weighted)
+    # Other ranks that hold the same elements bring their part of these sums.
+    copies = tl.load(row + COPIES * n_rows).to(tl.float64)
+    weighted /= copies
+    alignment /= copies
+    group = groups + GROUP_COLUMNS * i_group
+    lr = tl.load(group + LR)
+    weight_decay = tl.load(group + WEIGHT_DECAY)
+    ours = partials + i_chunk
+    tl.store(ours + WEIGHTED * n_chunks, effective_lr(lr, weight_decay, REGULARISED) * weighted)
     if REGULARISED:
-        tl.store(partials + n_chunks + i_chunk, lr * weight_decay * alignment)
+        tl.store(ours + ALIGNMENT * n_chunks, lr * weight_decay * alignment)
     if not RMS:
-        tl.store(partials + 2 * n_chunks + i_chunk, weighted)
+        tl.store(ours + NORM * n_chunks, weighted)
 
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:
         tl.store(ticket, 0)
-        ours = sums + 3 * index
-        tl.store(ours, sum_partials(partials, n_chunks, BLOCK))
+        total = sums + SUMS * index
+        tl.store(total + WEIGHTED, sum_partials(partials + WEIGHTED * n_chunks, n_chunks, BLOCK))
         if REGULARISED:
-            tl.store(ours + 1, sum_partials(partials + n_chunks, n_chunks, BLOCK))
+            tl.store(total + ALIGNMENT, sum_partials(partials + ALIGNMENT * n_chunks, n_chunks, BLOCK))
         else:
-            tl.store(ours + 1, 0.0)
+            tl.store(total + ALIGNMENT, 0.0)
         if not RMS:
-            tl.store(ours + 2, sum_partials(partials + 2 * n_chunks, n_chunks, BLOCK))
+            tl.store(total + NORM, sum_partials(partials + NORM * n_chunks, n_chunks, BLOCK))
 
 
 @device
 def apply_span(
     row, n_rows, begin, n, k, k_v,
     MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, RMS: tl.constexpr,
-    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr,
+    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Update `n` elements of a row, VECTOR at a time; 1 if any of them kept its old values."""
-    gradient_scale, step, lr, two_h, numerator, decay, beta1 = k
+    gradient_scale, step, flatness, curvature, decay, beta1 = k
     p_x = address(row + X * n_rows, begin, X_TYPE)
-    p_m = address(row + M * n_rows, begin, STATE_TYPE)
-    p_v = address(row + V * n_rows, begin, STATE_TYPE)
+    p_m = address(row + M * n_rows, begin, M_TYPE)
+    p_v = address(row + V * n_rows, begin, V_TYPE)
     p_g = address(row + G * n_rows, begin, G_TYPE)
     b_kept = tl.full((BLOCK // VECTOR,), 0, tl.int32)
     for first in range(0, n, BLOCK):
@@ -321,32 +343,32 @@ def apply_span(
         mask = o < n
         b_g = load(p_g, o, mask, G_TYPE, VECTOR) * gradient_scale
         if RMS:
-            b_v = load(p_v, o, mask, STATE_TYPE, VECTOR)
+            b_v = load(p_v, o, mask, V_TYPE, VECTOR)
             b_v_new = second_moment(b_v, b_g, k_v)
             b_d = preconditioner(b_v_new, k_v)
         if COORDINATE:
-            b_denominator = (two_h * b_d if RMS else two_h) + lr * (b_g * b_g)
-            b_m_new = tl.where(b_denominator == 0, 0.0, tl.div_rn(numerator * b_g, b_denominator))
+            b_divisor = (flatness * b_d if RMS else flatness) + curvature * (b_g * b_g)
+            b_m_new = tl.where(b_divisor == 0, 0.0, tl.div_rn(step * b_g, b_divisor))
         else:
             b_m_new = tl.div_rn(step * b_g, b_d) if RMS else step * b_g
         b_x = load(p_x, o, mask, X_TYPE, VECTOR)
         b_m_new += decay * b_x
         if MOMENTUM:
-            b_m = load(p_m, o, mask, STATE_TYPE, VECTOR)
+            b_m = load(p_m, o, mask, M_TYPE, VECTOR)
             b_m_new += beta1 * b_m
         b_x_new = b_x - b_m_new
 
         # An element that would not be finite in its storage type keeps its old values.
         b_finite = tl.abs(b_x_new) < limit(X_TYPE)
         if MOMENTUM:
-            b_finite &= tl.abs(b_m_new) < limit(STATE_TYPE)
+            b_finite &= tl.abs(b_m_new) < limit(M_TYPE)
         if RMS:
-            b_finite &= b_v_new < limit(STATE_TYPE)
+            b_finite &= b_v_new < limit(V_TYPE)
         store(p_x, o, tl.where(b_finite, b_x_new, b_x), mask, X_TYPE, VECTOR)
         if MOMENTUM:
-            store(p_m, o, tl.where(b_finite, b_m_new, b_m), mask, STATE_TYPE, VECTOR)
+            store(p_m, o, tl.where(b_finite, b_m_new, b_m), mask, M_TYPE, VECTOR)
         if RMS:
-            store(p_v, o, tl.where(b_finite, b_v_new, b_v), mask, STATE_TYPE, VECTOR)
+            store(p_v, o, tl.where(b_finite, b_v_new, b_v), mask, V_TYPE, VECTOR)
         # Past the end are zeros, which stay finite. Joined within a thread, which saves registers.
         b_bad = tl.reshape(tl.where(b_finite, 0, 1), (BLOCK // VECTOR, VECTOR))
         b_kept |= tl.max(b_bad, axis=1)
@@ -354,8 +376,9 @@ def apply_span(
 
 
 @device
-def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr = 128):
+def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr = THREADS):
     """t <- t + 1 for every row that took part, if the step did happen."""
+    # A row per thread: in a smaller block, idle threads would read counts that others write.
     for first in range(0, tl.where(reason == NONE, n_rows, 0), BLOCK):
         o = first + tl.arange(0, BLOCK)
         mask = o < n_rows
@@ -366,22 +389,35 @@ def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr = 128):
 
 
 @device
-def count_step(table, report, n_rows, reason, last):
-    """What the last block does: the step counts and the report."""
-    advance_steps(table, n_rows, reason)
-    code = tl.maximum(tl.atomic_max(report + REASON, reason.to(tl.int64), sem="relaxed"), reason)
+def tell_sizes(groups, sizes, n_groups, rho, reason, REGULARISED: tl.constexpr, BLOCK: tl.constexpr = 128):
+    """rho, and gamma of each group, if the step did happen."""
+    tl.store(sizes + SHRINK, rho, mask=reason == NONE)
+    for first in range(0, tl.where(reason == NONE, n_groups, 0), BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        mask = o < n_groups
+        b_lr = tl.load(groups + GROUP_COLUMNS * o + LR, mask=mask, other=0.0)
+        b_weight_decay = tl.load(groups + GROUP_COLUMNS * o + WEIGHT_DECAY, mask=mask, other=0.0)
+        b_a = effective_lr(b_lr, b_weight_decay, REGULARISED)
+        tl.store(sizes + STEP_SIZES + o, b_a * rho, mask=mask)
+
+
+@device
+def count_step(counts, reason, last):
+    """Once for all buckets, if any of them had a reason."""
+    code = tl.maximum(tl.atomic_max(counts + REASON, reason.to(tl.int64), sem="relaxed"), reason)
     counted = (last != 0) & (code != NONE)
-    tl.store(report + SKIPPED, tl.load(report + SKIPPED) + 1, mask=counted)
-    tl.store(report + LAST_REASON, code, mask=counted)
-    tl.store(report + REASON, 0, mask=counted)
+    # All threads would load the count, and one would store it: an atomic is of one thread alone.
+    tl.atomic_add(counts + SKIPPED, tl.full((), 1, tl.int64), mask=counted, sem="relaxed")
+    tl.store(counts + LAST_REASON, code, mask=counted)
+    tl.store(counts + REASON, 0, mask=counted)
 
 
-@triton.jit(do_not_specialize=("n_rows", "n_chunks", "chunk_size", "n_buckets", "last"))
+@triton.jit(do_not_specialize=("n_rows", "n_chunks", "chunk_size", "n_buckets", "n_groups", "last"))
 def apply(
-    table, chunks, groups, scalars, sums, report, ticket,
-    n_rows, n_chunks, chunk_size, n_buckets, last,
+    table, chunks, groups, inputs, sums, counts, sizes, ticket,
+    n_rows, n_chunks, chunk_size, n_buckets, n_groups, last,
     MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, RMS: tl.constexpr, REGULARISED: tl.constexpr,
-    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, STATE_TYPE: tl.constexpr,
+    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """One chunk per block, unless the sums forbid the step; `last` marks the step's last bucket."""
@@ -395,46 +431,56 @@ def apply(
     if RMS:
         k_v = moment_coefficients(groups, i_group, tl.load(row + STEP * n_rows))
 
-    rho, clip, reason = shrink(sums, n_buckets, scalars, RMS)
-    tl.store(scalars + SHRINK, rho, mask=(reason == NONE) & (i_chunk == 0))
+    rho, clip, reason = shrink(sums, n_buckets, inputs, RMS)
     n = tl.where((reason == NONE) & (tl.load(row + G * n_rows) != 0), n, 0)
 
-    lr = tl.load(groups + 5 * i_group)
-    beta1 = tl.load(groups + 5 * i_group + 1)
-    weight_decay = tl.load(groups + 5 * i_group + 4)
-    two_h = 2 * tl.load(scalars + HEIGHT)
+    group = groups + GROUP_COLUMNS * i_group
+    lr = tl.load(group + LR)
+    beta1 = tl.load(group + BETA1)
+    weight_decay = tl.load(group + WEIGHT_DECAY)
     a = effective_lr(lr, weight_decay, REGULARISED)
-    gradient_scale = clip / tl.load(scalars + GRAD_SCALE)
-    step = (1 - beta1) * a * rho
-    numerator = (1 - beta1) * two_h * lr
+    gradient_scale = clip / tl.load(inputs + GRAD_SCALE)
+    gamma = a * rho
+    flatness, curvature = 1.0, 0.0
+    if COORDINATE:
+        # Divided by the larger of the two, neither overflows; both are 0 where c and h are.
+        two_h = 2 * height(inputs)
+        gamma = tl.minimum(lr, two_h)
+        larger = tl.maximum(lr, two_h)
+        flatness = tl.where(larger == 0, 0.0, two_h / larger).to(tl.float32)
+        curvature = tl.where(larger == 0, 0.0, lr / larger).to(tl.float32)
+    step = (1 - beta1) * gamma
     decay = weight_decay * a
     k = (
-        gradient_scale.to(tl.float32), step.to(tl.float32), lr.to(tl.float32), two_h.to(tl.float32),
-        numerator.to(tl.float32), decay.to(tl.float32), beta1.to(tl.float32),
+        gradient_scale.to(tl.float32), step.to(tl.float32), flatness, curvature,
+        decay.to(tl.float32), beta1.to(tl.float32),
     )
 
     vectors = is_aligned(row + X * n_rows, X_TYPE, VECTOR) & is_aligned(row + G * n_rows, G_TYPE, VECTOR)
     if MOMENTUM:
-        vectors &= is_aligned(row + M * n_rows, STATE_TYPE, VECTOR)
+        vectors &= is_aligned(row + M * n_rows, M_TYPE, VECTOR)
     if RMS:
-        vectors &= is_aligned(row + V * n_rows, STATE_TYPE, VECTOR)
+        vectors &= is_aligned(row + V * n_rows, V_TYPE, VECTOR)
     n_aligned = tl.where(vectors, n // VECTOR, 0) * VECTOR
     n_rest = n - n_aligned
     kept = apply_span(
         row, n_rows, begin, n_aligned, k, k_v, MOMENTUM, COORDINATE, RMS,
-        X_TYPE, G_TYPE, STATE_TYPE, VECTOR, BLOCK,
+        X_TYPE, G_TYPE, M_TYPE, V_TYPE, VECTOR, BLOCK,
     )
     if n_rest > 0:
         # Looked up anew rather than kept in registers all along; half the block as in reduce.
         rest_row, rest_begin, n_all = locate(table, chunks, n_rows, chunk_size, i_chunk)
         kept |= apply_span(
             rest_row, n_rows, rest_begin + (n_all - n_rest), n_rest, k, k_v, MOMENTUM, COORDINATE, RMS,
-            X_TYPE, G_TYPE, STATE_TYPE, 1, BLOCK // 2,
+            X_TYPE, G_TYPE, M_TYPE, V_TYPE, 1, BLOCK // 2,
         )
-    tl.atomic_max(report + REASON, tl.full((), ELEMENTS_KEPT, tl.int64), mask=kept != 0, sem="relaxed")
+    tl.atomic_max(counts + REASON, tl.full((), ELEMENTS_KEPT, tl.int64), mask=kept != 0, sem="relaxed")
 
     # All threads have read the step count of their row before the last block advances it.
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:
         tl.store(ticket, 0)
-        count_step(table, report, n_rows, reason, last)
+        advance_steps(table, n_rows, reason)
+        if not COORDINATE:  # which have no rho to tell
+            tell_sizes(groups, sizes, n_groups, rho, reason, REGULARISED)
+        count_step(counts, reason, last)

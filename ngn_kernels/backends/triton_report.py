@@ -20,16 +20,17 @@ import torch
 
 from ..plan import BucketKey
 from ..rules import RULES, Rule
-from .triton import THREADS, constants, options
+from .triton import THREADS, column_types, constants, options
 
 POINTERS = {
     "table": "*i64",
     "chunks": "*i64",
     "groups": "*fp64",
-    "scalars": "*fp64",
+    "inputs": "*fp64",
     "sums": "*fp64",
     "partials": "*fp64",
-    "report": "*i64",
+    "counts": "*i64",
+    "sizes": "*fp64",
     "ticket": "*i32",
 }
 STORAGE = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,7 +83,9 @@ class Variant:
 
     @property
     def key(self) -> BucketKey:
-        return BucketKey(torch.device("cuda", 0), self.param, self.grad, torch.float32)
+        return BucketKey(
+            torch.device("cuda", 0), self.param, self.grad, torch.float32, torch.float32
+        )
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -91,15 +94,9 @@ class Variant:
     @property
     def columns(self) -> dict[str, tuple[torch.dtype, bool]]:
         """The element type of each column that the kernel reads, and whether it writes it."""
-        rule, writes = self.rule, self.kernel == "apply"
-        found = {"g": (self.grad, False)}
-        if writes or rule.regularised:
-            found["x"] = (self.param, writes)
-        if writes and rule.momentum:
-            found["m"] = (torch.float32, True)
-        if rule.rms:
-            found["v"] = (torch.float32, writes)
-        return found
+        written = self.rule.apply_writes if self.kernel == "apply" else ()
+        types = column_types(self.kernel, self.rule, self.key)
+        return {column: (dtype, column in written) for column, dtype in types.items()}
 
     def __str__(self) -> str:
         flags = ("momentum", "coordinate", "rms", "regularised")
@@ -140,7 +137,7 @@ def compile_variant(variant: Variant, target: Target) -> Any:
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in POINTERS
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    chosen = options(variant.kernel, variant.rule, target.triton)
+    chosen = options(target.triton)
     return triton.compile(source, target=target.triton, options=chosen)
 
 

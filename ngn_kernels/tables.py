@@ -1,0 +1,203 @@
+"""The small tables that kernels read and write, every column by name.
+
+csrc/tables.h has the same columns as structs, and triton_kernels.py takes them from here: one test
+holds the three together.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rules import Reason
+from .transfer import is_capturing, numbers_of
+
+
+class Column(IntEnum):
+    """Of a bucket's table, one row per parameter: where its tensors lie, its size, its group,
+    and on how many ranks the same elements lie."""
+
+    X = 0
+    G = 1
+    M = 2
+    V = 3
+    STEP = 4
+    NUMEL = 5
+    GROUP = 6
+    COPIES = 7
+    M_SCALE = 8
+    V_SCALE = 9
+    REMAINDER = 10
+    NOISE_KEY = 11
+
+
+class GroupColumn(IntEnum):
+    """Of the table of groups."""
+
+    LR = 0
+    BETA1 = 1
+    BETA2 = 2
+    EPS = 3
+    WEIGHT_DECAY = 4
+
+
+class Input(IntEnum):
+    """The scalars that a step is told."""
+
+    LOSS = 0
+    LOSS_FLOOR = 1
+    GRAD_SCALE = 2
+    FOUND_INF = 3
+    MAX_GRAD_NORM = 4
+
+
+class Sum(IntEnum):
+    """What a bucket reduces to."""
+
+    WEIGHTED = 0
+    ALIGNMENT = 1
+    NORM = 2
+
+
+class Count(IntEnum):
+    """The integers of a report."""
+
+    REASON = 0
+    SKIPPED = 1
+    LAST_REASON = 2
+
+
+class Size(IntEnum):
+    """The numbers of a report; gamma of each group follows from STEP_SIZES on."""
+
+    SHRINK = 0
+    STEP_SIZES = 1
+
+
+class GroupValues(NamedTuple):
+    """One row of the table of groups."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def float_type(device: torch.device) -> torch.dtype:
+    """What sums and step sizes are kept in: Metal has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class Inputs:
+    """What the host tells a step, on one device: a few scalars, and each group's values."""
+
+    def __init__(self, device: torch.device, groups: int) -> None:
+        dtype = float_type(device)
+        self.scalars = torch.zeros(len(Input), dtype=dtype, device=device)
+        self.groups = torch.zeros(groups, len(GroupColumn), dtype=dtype, device=device)
+        self._scalars = numbers_of(self.scalars)
+        self._groups = numbers_of(self.groups)
+        self._scalar_slots = self.scalars.unbind()
+        self._lr_slots = self.groups.select(1, GroupColumn.LR).unbind()
+        self._on_host = device.type == "cpu"
+        self._values: list[GroupValues] | None = None
+        # Numbers of tensors on a device, which are never read.
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def set(self, scalars: list[float | Tensor]) -> None:
+        """Write all scalars, in the order of Input; the device has them after `send`."""
+        self._scalars.values[:] = [
+            self._number(value, slot) if isinstance(value, Tensor) else value
+            for value, slot in zip(scalars, self._scalar_slots, strict=True)
+        ]
+
+    def set_groups(self, values: list[GroupValues], device_lrs: dict[int, Tensor]) -> None:
+        """Write the groups' values; an lr that lives on a device is copied, never read."""
+        if values != self._values:
+            self._groups.values[:] = values
+            for index, lr in device_lrs.items():
+                self._groups.values[index, GroupColumn.LR] = self._number(lr, self._lr_slots[index])
+            self._values = None if device_lrs else values
+
+    def _number(self, value: Tensor, slot: Tensor) -> float:
+        """A tensor's number if it is on the host, or else NaN until `send` copies it over."""
+        if self._on_host or value.device.type == "cpu":
+            return float(value)
+        self._copies.append((slot, value.detach().reshape(())))
+        return math.nan
+
+    def send(self) -> None:
+        """Bring what was written to the device, without waiting for it."""
+        self._scalars.send()
+        self._groups.send()
+        if self._copies:
+            slots, values = zip(*self._copies, strict=True)
+            torch._foreach_copy_(slots, values, non_blocking=True)
+            self._copies.clear()
+
+
+class Report:
+    """What a step tells the host, from one device: counts, rho, and gamma of each group."""
+
+    def __init__(self, device: torch.device, groups: int) -> None:
+        self.device = device
+        self.counts = torch.zeros(len(Count), dtype=torch.int64, device=device)
+        self.sizes = self._no_sizes(groups)
+        self._host_counts = self.counts.numpy().data if device.type == "cpu" else None
+        self._seen = 0
+        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def _no_sizes(self, groups: int) -> Tensor:
+        """NaN, until a step is applied."""
+        dtype = float_type(self.device)
+        return torch.full((Size.STEP_SIZES + groups,), math.nan, dtype=dtype, device=self.device)
+
+    def make_room(self, groups: int) -> None:
+        """For this many groups; what is known of the first ones stays."""
+        known, self.sizes = self.sizes, self._no_sizes(groups)
+        shared = min(len(known), len(self.sizes))
+        self.sizes.narrow(0, 0, shared).copy_(known.narrow(0, 0, shared))
+
+    def unheard_reason(self) -> Reason:
+        """Of a skipped step that was not asked for yet; from a GPU it comes some steps late."""
+        if self._host_counts is not None:
+            return self._hear(self._host_counts)
+        if self.device.type != "cuda":
+            return self._hear(self.counts.tolist())
+        if is_capturing(self.device):
+            return Reason.NONE
+        if self._arriving is None:
+            host = torch.zeros(len(Count), dtype=torch.int64, device="cpu", pin_memory=True)
+            self._arriving = (host, torch.cuda.Event())
+        host, event = self._arriving
+        if not event.query():
+            return Reason.NONE
+        reason = self._hear(host.tolist())
+        host.copy_(self.counts, non_blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return reason
+
+    def _hear(self, counts: memoryview | list[int]) -> Reason:
+        if counts[Count.SKIPPED] == self._seen:
+            return Reason.NONE
+        self._seen = counts[Count.SKIPPED]
+        return Reason(counts[Count.LAST_REASON])
+
+
+class DeviceTables:
+    """What the host and one device tell each other in a step."""
+
+    def __init__(self, device: torch.device, groups: int) -> None:
+        self.device = device
+        self.inputs = Inputs(device, groups)
+        self.report = Report(device, groups)
+
+    def make_room(self, groups: int) -> None:
+        if len(self.inputs.groups) != groups:
+            self.inputs = Inputs(self.device, groups)
+            self.report.make_room(groups)
