@@ -1,0 +1,630 @@
+"""What feeding the loss does beside it: logs, resuming, several optimizers, and refusals."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import runs
+import torch
+from byhand import (
+    DIVIDE_BY_SETTING,
+    Case,
+    Model,
+    batches,
+    by_hand,
+    distance,
+    optimizer_of,
+    samples,
+    windows,
+)
+from torch import nn
+
+from ngn_kernels import NGNM, NGNMDv1, NGNMDv2, SkippedStepWarning
+from ngn_kernels.trainers import FeedLoss, feed_loss
+from ngn_kernels.trainers import huggingface as huggingface_room
+from ngn_kernels.trainers import lightning as lightning_room
+
+LIGHTNINGS = ["lightning.pytorch", "pytorch_lightning"]
+
+
+# Logs
+
+
+def expected_telemetry() -> list[tuple[float, float]]:
+    """shrink and step size after each step of the plain loop."""
+    model = Model()
+    optimizer = optimizer_of(model)
+    found = []
+    for (batch,) in windows(1):
+        optimizer.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step(loss=loss)
+        found.append((float(optimizer.shrink), float(optimizer.step_sizes()[0])))
+    return found
+
+
+def test_transformers_logs() -> None:
+    model = Model()
+    trainer = feed_loss(runs.hf_trainer(model, (optimizer_of(model), None)))
+    seen = []
+    trainer.callback_handler.callbacks.insert(0, runs_on_log(seen))
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [log["ngn/shrink"] for log in seen if "loss" in log] == [
+        log["ngn/shrink"] for log in logs
+    ]
+    for log, (shrink, size) in zip(logs, expected_telemetry(), strict=True):
+        assert log["ngn/shrink"] == pytest.approx(shrink, abs=1e-5)
+        assert log["ngn/step_size"] == pytest.approx(size, abs=1e-5)
+        assert log["ngn/skipped_steps"] == 0
+    json.dumps(logs)
+    assert not any("ngn/shrink" in log for log in trainer.state.log_history if "loss" not in log)
+
+
+def runs_on_log(seen: list[Any]) -> Any:
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            seen.append(dict(logs))
+
+    return Watch()
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+def test_lightning_logs(name: str, tmp_path: Path) -> None:
+    package = importlib.import_module(name)
+    logger = importlib.import_module(f"{name}.loggers").CSVLogger(tmp_path)
+    module = runs.lightning_module(package, Case())
+    trainer = runs.lightning_trainer(
+        package, callbacks=[FeedLoss()], logger=logger, log_every_n_steps=1
+    )
+    trainer.fit(module, runs.loader())
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    header = rows[0].split(",")
+    for row, (shrink, size) in zip(rows[1:], expected_telemetry(), strict=True):
+        log = dict(zip(header, row.split(","), strict=True))
+        assert float(log["ngn/shrink"]) == pytest.approx(shrink, abs=1e-5)
+        assert float(log["ngn/step_size"]) == pytest.approx(size, abs=1e-5)
+        assert float(log["ngn/skipped_steps"]) == 0
+
+
+def test_coordinate_rules_have_no_shrink_to_log() -> None:
+    model = Model()
+    trainer = runs.hf_trainer(model, (NGNMDv2(model.parameters()), None), max_steps=2)
+    feed_loss(trainer).train()
+    log = trainer.state.log_history[0]
+    assert "ngn/skipped_steps" in log and "ngn/shrink" not in log
+
+
+def test_several_groups_are_logged_by_number() -> None:
+    model = Model()
+    groups = [
+        {"params": model.embed.parameters(), "lr": 0.1},
+        {"params": [*model.hidden.parameters(), *model.head.parameters()], "lr": 0.01},
+    ]
+    trainer = feed_loss(runs.hf_trainer(model, (NGNMDv1(groups), None), max_steps=1))
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["ngn/step_size"] == pytest.approx(0.1 * log["ngn/shrink"])
+    assert log["ngn/step_size/1"] == pytest.approx(0.01 * log["ngn/shrink"])
+
+
+# Resuming
+
+
+def hf_resumed(optimizer_class: Any) -> tuple[nn.Module, nn.Module]:
+    options = {"gradient_accumulation_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options |= {"lr_scheduler_type": "linear"}
+    whole, half = Model(), Model()
+    for model, resume in ((whole, None), (half, "out/checkpoint-2")):
+        optimizer = optimizer_class(model.parameters(), lr=0.05)
+        trainer = runs.hf_trainer(model, (optimizer, None), **options)
+        if optimizer_class is NGNMDv1:
+            feed_loss(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == 6
+    return whole, half
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, NGNMDv1], ids=["AdamW", "NGNMDv1"])
+def test_transformers_resumes_bit_for_bit(optimizer: Any) -> None:
+    whole, half = hf_resumed(optimizer)
+    assert distance(whole, Model()) > 0.05
+    assert distance(whole, half) == 0.0
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+def test_lightning_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+    package = importlib.import_module(name)
+    case = Case(accumulate=4, schedule=True)
+    saved = str(tmp_path / "half.ckpt")
+
+    def fit(epochs: int, resume: str | None) -> Any:
+        module = runs.lightning_module(package, case)
+        trainer = runs.lightning_trainer(
+            package, callbacks=[FeedLoss()], accumulate_grad_batches=4, max_epochs=epochs
+        )
+        trainer.fit(module, runs.loader(), ckpt_path=resume)
+        if epochs == 1:
+            trainer.save_checkpoint(saved)
+        return module.net
+
+    whole = fit(2, None)
+    fit(1, None)
+    resumed = fit(2, saved)
+    assert distance(whole, Model()) > 0.05
+    assert distance(whole, resumed) == 0.0
+
+
+def test_accelerate_resumes_bit_for_bit() -> None:
+    from accelerate import Accelerator
+
+    def train(epochs: int, load: bool = False, save: bool = False) -> nn.Module:
+        accelerator = feed_loss(Accelerator(cpu=True, gradient_accumulation_steps=4))
+        original = Model()
+        model, optimizer, data = accelerator.prepare(
+            original, optimizer_of(original), runs.loader()
+        )
+        if load:
+            accelerator.load_state("state")
+        for batch in itertools.chain.from_iterable(data for _ in range(epochs)):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+        if save:
+            accelerator.save_state("state")
+        return original
+
+    whole = train(2)
+    train(1, save=True)
+    assert distance(whole, train(1, load=True)) == 0.0
+
+
+# Several optimizers
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator whose losses are never negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.made = nn.Linear(4, 4)
+        self.judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def judge_loss(self, real: Any) -> Any:
+        fake = self.made(torch.ones_like(real)).detach()
+        return (self.judge(real) - 1).square().mean() + self.judge(fake).square().mean()
+
+    def made_loss(self, real: Any) -> Any:
+        """Its backward() reaches the judge's parameters too."""
+        return (self.judge(self.made(torch.ones_like(real))) - 1).square().mean()
+
+
+REAL = [torch.randn(6, 4, generator=torch.Generator().manual_seed(k)) for k in range(8)]
+
+
+def adversaries_by_hand() -> nn.Module:
+    net = Adversaries()
+    judge, made = NGNM(net.judge.parameters(), lr=0.5), NGNM(net.made.parameters(), lr=0.5)
+    for real in REAL:
+        for optimizer, loss_of in ((judge, net.judge_loss), (made, net.made_loss)):
+            optimizer.zero_grad()
+            loss = loss_of(real)
+            loss.backward()
+            optimizer.step(loss=loss)
+    return net
+
+
+def lightning_adversaries(name: str, together: bool = False) -> nn.Module:
+    package = importlib.import_module(name)
+
+    class Module(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.net = Adversaries()
+
+        def training_step(self, real: Any, _: int) -> None:
+            judge, made = self.optimizers()
+            if together:
+                self.manual_backward(self.net.made_loss(real))
+                judge.step()
+                made.step()
+                return
+            for optimizer, loss_of in ((judge, self.net.judge_loss), (made, self.net.made_loss)):
+                optimizer.zero_grad()
+                self.manual_backward(loss_of(real))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [
+                NGNM(self.net.judge.parameters(), lr=0.5),
+                NGNM(self.net.made.parameters(), lr=0.5),
+            ]
+
+    module = Module()
+    trainer = runs.lightning_trainer(package, callbacks=[FeedLoss()], max_epochs=1)
+    trainer.fit(module, torch.utils.data.DataLoader(REAL, batch_size=None))  # type: ignore[arg-type]
+    assert {"ngn/0/shrink", "ngn/1/shrink"} <= set(trainer.callback_metrics)
+    return module.net
+
+
+def accelerate_adversaries(together: bool = False) -> nn.Module:
+    from accelerate import Accelerator
+
+    accelerator = feed_loss(Accelerator(cpu=True))
+    net = Adversaries()
+    judge, made = accelerator.prepare(
+        NGNM(net.judge.parameters(), lr=0.5), NGNM(net.made.parameters(), lr=0.5)
+    )
+    for real in REAL:
+        if together:
+            accelerator.backward(net.made_loss(real))
+            judge.step()
+            made.step()
+            continue
+        for optimizer, loss_of in ((judge, net.judge_loss), (made, net.made_loss)):
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(real))
+            optimizer.step()
+    return net
+
+
+ADVERSARIES = {
+    "lightning": lambda **options: lightning_adversaries("lightning.pytorch", **options),
+    "pytorch_lightning": lambda **options: lightning_adversaries("pytorch_lightning", **options),
+    "accelerate": accelerate_adversaries,
+}
+
+
+@pytest.mark.parametrize("run", ADVERSARIES.values(), ids=ADVERSARIES)
+def test_each_optimizer_gets_its_own_loss(run: Any) -> None:
+    expected = adversaries_by_hand()
+    assert distance(expected, Adversaries()) > 0.05
+    assert distance(run(), expected) <= 1e-6
+
+
+@pytest.mark.parametrize("run", ADVERSARIES.values(), ids=ADVERSARIES)
+def test_two_optimizers_do_not_step_on_one_loss(run: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"both step on it.*two\s+parameter groups"):
+        run(together=True)
+
+
+# Steps that are left out
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_training_step_that_returns_none(name: str, accumulate: int) -> None:
+    package = importlib.import_module(name)
+    module = runs.lightning_module(package, Case())
+    step = type(module).training_step
+    type(module).training_step = lambda self, batch, k: (
+        None if k in (2, 3, 5) else step(self, batch, k)
+    )
+    trainer = runs.lightning_trainer(
+        package, callbacks=[FeedLoss()], accumulate_grad_batches=accumulate, max_epochs=1
+    )
+    trainer.fit(module, runs.loader())
+
+    expected = Model()
+    optimizer = optimizer_of(expected)
+    for first in range(0, 10, accumulate):
+        used = [k for k in range(first, first + accumulate) if k not in (2, 3, 5)]
+        optimizer.zero_grad()
+        for k in used:
+            loss = expected(**batches()[k])["loss"] / accumulate
+            loss.backward()
+            optimizer.add_loss(loss)
+        if used:
+            optimizer.step()
+    assert distance(module.net, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_module_that_clears_by_itself(accumulate: int) -> None:
+    """The optimizer sees neither the step that the scaler leaves out nor the clearing."""
+    case = Case(accumulate=accumulate, overflow=3, clip=0.05)
+
+    def make(package: Any, case: Case) -> Any:
+        module = runs.lightning_module(package, case)
+        type(module).optimizer_zero_grad = lambda self, *_: self.net.zero_grad()
+        return module
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedStepWarning)
+        expected = by_hand(case, DIVIDE_BY_SETTING)
+    assert distance(runs.lightning(case, make=make), expected) <= 1e-5
+
+
+def test_a_flag_that_was_switched_off_comes_back() -> None:
+    package = importlib.import_module("lightning.pytorch")
+    module = runs.lightning_module(package, Case())
+    trainer = runs.lightning_trainer(
+        package, callbacks=[FeedLoss()], precision="bf16-mixed", gradient_clip_val=1.0, max_steps=1
+    )
+    trainer.fit(module, runs.loader())
+    (optimizer,) = trainer.optimizers
+    assert optimizer._step_supports_amp_scaling is True
+
+
+def test_a_module_that_clips_by_itself() -> None:
+    package = importlib.import_module("lightning.pytorch")
+    module = runs.lightning_module(package, Case())
+    type(module).configure_gradient_clipping = lambda self, optimizer, *_, **__: (
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+    )
+    trainer = runs.lightning_trainer(package, callbacks=[FeedLoss()], precision="bf16-mixed")
+    trainer.fit(module, runs.loader())
+    expected = by_hand(Case(bf16=True, clip=0.05), lambda *_: 1)
+    assert distance(module.net, expected) <= 1e-5
+
+
+# What is refused, and what is said
+
+
+def test_owners_that_are_none() -> None:
+    model = Model()
+    package = importlib.import_module("lightning.pytorch")
+    for owner in (None, model, optimizer_of(model), runs.lightning_trainer(package)):
+        with pytest.raises(TypeError, match=r"FeedLoss\(\).*step\(loss=loss\)"):
+            feed_loss(owner)
+
+
+def test_feeding_twice() -> None:
+    from accelerate import Accelerator
+
+    accelerator = feed_loss(Accelerator(cpu=True))
+    with pytest.raises(RuntimeError, match="twice"):
+        feed_loss(accelerator)
+    model = Model()
+    trainer = feed_loss(runs.hf_trainer(model, (optimizer_of(model), None)))
+    for owner in (trainer, trainer.accelerator):
+        with pytest.raises(RuntimeError, match="twice"):
+            feed_loss(owner)
+    package = importlib.import_module("lightning.pytorch")
+    with pytest.raises(RuntimeError, match="more than one FeedLoss"):
+        runs.lightning_trainer(package, callbacks=[FeedLoss(), FeedLoss()]).fit(
+            runs.lightning_module(package, Case()), runs.loader()
+        )
+
+
+def test_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+
+    model = Model()
+    trainer = runs.hf_trainer(model, (optimizer_of(model), None))
+    monkeypatch.setattr("transformers.__version__", "4.45.2")
+    with pytest.raises(RuntimeError, match=r"transformers 4\.45\.2 is too old.*transformers>="):
+        feed_loss(trainer)
+    monkeypatch.setattr("accelerate.__version__", "0.34.0")
+    with pytest.raises(RuntimeError, match=r"accelerate 0\.34\.0 is too old.*accelerate>="):
+        feed_loss(Accelerator(cpu=True))
+    lightning_room._callback_class.cache_clear()
+    for name in LIGHTNINGS:
+        importlib.import_module(name)
+    monkeypatch.setattr("lightning.pytorch.__version__", "1.9.5")
+    with pytest.raises(RuntimeError, match=r"lightning.* 1\.9\.5 is too old.*>="):
+        FeedLoss()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fsdp_version", "says"),
+    [
+        ("DEEPSPEED", 0, "DeepSpeed"),
+        ("MEGATRON_LM", 0, "Megatron"),
+        ("FSDP", 1, "FSDP 1"),
+        ("FSDP", 2, None),
+        ("MULTI_GPU", 0, None),
+    ],
+)
+def test_shards_behind_the_optimizer_are_refused(
+    kind: str, fsdp_version: int, says: str | None
+) -> None:
+    plugin = SimpleNamespace(fsdp_version=fsdp_version)
+    accelerator = SimpleNamespace(
+        distributed_type=SimpleNamespace(value=kind), state=SimpleNamespace(fsdp_plugin=plugin)
+    )
+    if says is None:
+        huggingface_room._refuse_shards(accelerator)
+        return
+    with pytest.raises(RuntimeError, match=f"{says}.*FSDP2"):
+        huggingface_room._refuse_shards(accelerator)
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+def test_lightning_strategies_that_shard_are_refused(name: str) -> None:
+    strategies = importlib.import_module(f"{name}.strategies")
+    for strategy in (strategies.FSDPStrategy, strategies.DeepSpeedStrategy):
+        trainer = SimpleNamespace(callbacks=[], strategy=object.__new__(strategy))
+        with pytest.raises(RuntimeError, match=f"{strategy.__name__}.*FSDP2"):
+            FeedLoss().setup(trainer, None, "fit")
+    trainer = SimpleNamespace(callbacks=[], strategy=object.__new__(strategies.DDPStrategy))
+    FeedLoss().setup(trainer, None, "fit")
+
+
+def test_policy_gradients_are_refused_without_a_floor() -> None:
+    import transformers
+
+    class GRPOTrainer(transformers.Trainer):
+        pass
+
+    def trainer(**options: Any) -> Any:
+        model = Model()
+        optimizers = (optimizer_of(model, **options), None)
+        arguments = runs.hf_arguments(max_steps=1)
+        return GRPOTrainer(model, arguments, train_dataset=samples(), optimizers=optimizers)
+
+    with pytest.raises(RuntimeError, match=r"GRPOTrainer takes both signs.*AdamW.*loss_floor="):
+        feed_loss(trainer())
+    feed_loss(trainer(loss_floor=-10.0)).train()
+    late = GRPOTrainer(
+        Model(),
+        runs.hf_arguments(max_steps=1),
+        train_dataset=samples(),
+        optimizer_cls_and_kwargs=(NGNMDv1, {"lr": 0.1}),
+    )
+    with pytest.raises(RuntimeError, match="takes both signs"):
+        feed_loss(late).train()
+
+
+def test_trl_has_the_trainers_that_are_refused() -> None:
+    trl = importlib.import_module("trl")
+    assert {name for name in huggingface_room.POLICY_GRADIENTS if hasattr(trl, name)} == {
+        "GRPOTrainer",
+        "RLOOTrainer",
+    }
+
+
+def test_no_loss_to_feed() -> None:
+    from accelerate import Accelerator
+
+    accelerator = feed_loss(Accelerator(cpu=True))
+    model = Model()
+    optimizer = accelerator.prepare(optimizer_of(model))
+    with pytest.raises(TypeError, match=r"NoneType.*labels"):
+        accelerator.backward(model(batches()[0]["input_ids"]).get("loss"))
+    accelerator.backward(model(**batches()[0])["loss"])
+    optimizer.step()
+    unlabelled = [{"input_ids": row["input_ids"]} for row in samples()]
+    trainer = runs.hf_trainer(model, (optimizer_of(model), None), data=unlabelled)
+    with pytest.raises(ValueError, match="did not return a loss"):
+        feed_loss(trainer).train()
+
+
+def test_no_ngn_optimizer_to_feed() -> None:
+    from accelerate import Accelerator
+
+    model = Model()
+    accelerator = feed_loss(Accelerator(cpu=True))
+    with pytest.raises(RuntimeError, match=r"found no NGN optimizer.*prepare"):
+        accelerator.backward(model(**batches()[0])["loss"])
+    package = importlib.import_module("lightning.pytorch")
+    module = runs.lightning_module(package, Case())
+    type(module).configure_optimizers = lambda self: torch.optim.AdamW(self.parameters())
+    trainer = runs.lightning_trainer(package, callbacks=[FeedLoss()])
+    with pytest.raises(RuntimeError, match=r"found no NGN optimizer.*configure_optimizers"):
+        trainer.fit(module, runs.loader())
+
+
+@pytest.mark.parametrize("says", [r"feed_loss\(trainer\)", r"callbacks=\[.*FeedLoss\(\)\]"])
+def test_a_trainer_without_the_line_is_told_of_it(says: str) -> None:
+    model = Model()
+    with pytest.raises(RuntimeError, match=says):
+        runs.hf_trainer(model, (optimizer_of(model), None)).train()
+
+
+def test_the_callback_is_one_of_both_packages_and_can_be_pickled() -> None:
+    callback = FeedLoss()
+    for name in LIGHTNINGS:
+        assert isinstance(callback, importlib.import_module(name).Callback)
+    assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
+
+
+def test_no_trainer_is_imported_before_it_is_used() -> None:
+    code = (
+        "import sys, ngn_kernels.trainers\n"
+        "print({'transformers', 'accelerate', 'lightning', 'pytorch_lightning'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_a_new_accelerator_of_a_trainer_is_fed_too() -> None:
+    """A hyper-parameter search makes one for each trial."""
+    model = Model()
+    trainer = feed_loss(runs.hf_trainer(model, (optimizer_of(model), None)))
+    trainer.create_accelerator_and_postprocess()
+    trainer.train()
+    assert distance(model, by_hand(Case(), lambda *_: 1)) <= 1e-6
+
+
+# TRL
+
+
+def tiny_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{k}": k for k in range(30)} | {"<pad>": 30, "<eos>": 31}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="w0"
+    )
+
+
+def tiny_gpt() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(4)
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=31,
+        eos_token_id=31, pad_token_id=30, **no_dropout,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_trl_ends_where_the_loop_ends(accumulate: int) -> None:
+    """With NGN-M: a preconditioner would blow the rounding of TRL's own head up to a step size."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"input_ids": [(3 * k + j) % 30 for j in range(4 + k % 5)]} for k in range(20)]
+
+    class Ordered(SFTTrainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    model = tiny_gpt()
+    arguments = runs.hf_arguments().to_dict()
+    wanted = ("output_dir", "use_cpu", "per_device_train_batch_size", "num_train_epochs")
+    wanted = (*wanted, "max_grad_norm", "lr_scheduler_type", "report_to", "disable_tqdm")
+    config = SFTConfig(
+        **{name: arguments[name] for name in wanted},
+        gradient_accumulation_steps=accumulate,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        gradient_checkpointing=False,
+    )
+    trainer = Ordered(
+        model,
+        config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny_tokenizer(),
+        optimizers=(NGNM(model.parameters(), lr=1.0), None),
+    )
+    feed_loss(trainer).train()
+    assert "ngn/shrink" in trainer.state.log_history[0]
+
+    expected = tiny_gpt()
+    optimizer = NGNM(expected.parameters(), lr=1.0)
+    micro = [trainer.data_collator([rows[k], rows[k + 1]]) for k in range(0, 20, 2)]
+    for first in [*range(0, 10, accumulate)] * 2:
+        window = micro[first : first + accumulate]
+        items = sum(int(batch["labels"].ne(-100).sum()) for batch in window)
+        optimizer.zero_grad()
+        for batch in window:
+            loss = expected(**batch, num_items_in_batch=items).loss
+            loss.backward()
+            optimizer.add_loss(loss)
+        optimizer.step()
+    assert distance(expected, tiny_gpt()) > 0.05
+    assert distance(model, expected) <= 1e-6
