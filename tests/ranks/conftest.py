@@ -1,0 +1,23 @@
+"""Pools of ranks, started once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ranks.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    pools: dict[int, Pool] = {}
+
+    def of(size: int) -> Pool:
+        if size not in pools:
+            pools[size] = Pool(size)
+        return pools[size]
+
+    yield of
+    for pool in pools.values():
+        pool.close()

@@ -1,0 +1,260 @@
+"""Ways to spread one small model over ranks, each with the same training steps.
+
+Every layout trains the model that `whole` trains in one process with the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from algorithms import ALGORITHMS, TWO_GROUPS, Algorithm
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+STEPS = 3
+BATCH = 8
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Matrices that ranks cannot share evenly, and a bias with fewer elements than ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def make_batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(BATCH, 5, generator=generator, dtype=torch.float64)
+    y = torch.randn(BATCH, 3, generator=generator, dtype=torch.float64)
+    return x.to(dtype), y.to(dtype)
+
+
+def groups_of(model: nn.Module, algorithm: Algorithm) -> list[dict[str, Any]]:
+    """Matrices and vectors, each with values of their own."""
+    params = list(model.parameters())
+    split = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() == 1]]
+    return [
+        {"params": group, **algorithm.values(hyper)}
+        for group, hyper in zip(split, TWO_GROUPS, strict=True)
+    ]
+
+
+def algorithm_named(name: str) -> Algorithm:
+    (found,) = [algorithm for algorithm in ALGORITHMS if str(algorithm) == name]
+    return found
+
+
+@dataclass
+class Run:
+    """A model on its ranks, and how one step of it goes."""
+
+    model: nn.Module
+    optimizer: Any
+    step: Callable[[int], None]
+    # What this rank knows of the whole model, by name.
+    whole: Callable[[], dict[str, Tensor]]
+    keep: list[Any] = field(default_factory=list)
+
+
+def full(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+    return whole.detach().clone()
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): full(p) for name, p in model.named_parameters()}
+
+
+def my_share(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, y = tensors
+    return x[rank::size], y[rank::size]
+
+
+def trained(model: nn.Module, optimizer: Any, batch: Callable[[int], Any]) -> Callable[[int], None]:
+    def step(k: int) -> None:
+        x, y = batch(k)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step(loss=loss)
+
+    return step
+
+
+def sharing(k: int) -> tuple[Tensor, Tensor]:
+    return my_share(make_batch(k))
+
+
+def whole(algorithm: Algorithm, **options: Any) -> Run:
+    model = make_model()
+    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
+    return Run(model, optimizer, trained(model, optimizer, make_batch), lambda: weights_of(model))
+
+
+def ddp(algorithm: Algorithm, **options: Any) -> Run:
+    model = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
+    return Run(model, optimizer, trained(model, optimizer, sharing), lambda: weights_of(model))
+
+
+def fsdp2(algorithm: Algorithm, mesh: Any = None, **options: Any) -> Run:
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
+    return Run(model, optimizer, trained(model, optimizer, sharing), lambda: weights_of(model))
+
+
+def hsdp(algorithm: Algorithm, **options: Any) -> Run:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
+    return fsdp2(algorithm, mesh=mesh, **options)
+
+
+def tensor_parallel(model: nn.Sequential, mesh: Any) -> nn.Module:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def tp(algorithm: Algorithm, **options: Any) -> Run:
+    """Every rank has the whole batch, and a part of each matrix."""
+    model = tensor_parallel(make_model(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
+    return Run(model, optimizer, trained(model, optimizer, make_batch), lambda: weights_of(model))
+
+
+def two_d(algorithm: Algorithm, **options: Any) -> Run:
+    """Tensor parallel within pairs, sharded data parallel across them."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(make_model(), mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
+    part, parts = mesh.get_local_rank("dp"), mesh["dp"].size()
+
+    def batch(k: int) -> tuple[Tensor, Tensor]:
+        x, y = make_batch(k)
+        return x[part::parts], y[part::parts]
+
+    return Run(model, optimizer, trained(model, optimizer, batch), lambda: weights_of(model))
+
+
+def zero1(algorithm: Algorithm, **options: Any) -> Run:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(make_model())
+    groups = groups_of(model, algorithm)
+    optimizer = ZeroRedundancyOptimizer(
+        groups, optimizer_class=algorithm.cls, replicas=1, **algorithm.options, **options
+    )
+    return Run(model, optimizer, trained(model, optimizer, sharing), lambda: weights_of(model))
+
+
+def pipeline(algorithm: Algorithm, **options: Any) -> Run:
+    """The first rank has the first layer, the last one the rest, and alone knows the loss."""
+    layers, rank = make_model(), dist.get_rank()
+    model = layers[:2] if rank == 0 else nn.Sequential(layers[2])
+    optimizer = algorithm.cls(
+        groups_of(model, algorithm), replicas=1, **algorithm.options, **options
+    )
+
+    def step(k: int) -> None:
+        x, y = make_batch(k)
+        optimizer.zero_grad()
+        if rank == 0:
+            out = model(x)
+            dist.send(out.detach(), 1)
+            grad = torch.empty_like(out)
+            dist.recv(grad, 1)
+            out.backward(grad)
+            optimizer.step()
+        else:
+            received = torch.empty(BATCH, 8, dtype=x.dtype)
+            dist.recv(received, 0)
+            received.requires_grad_(True)
+            loss = nn.functional.mse_loss(model(received), y)
+            loss.backward()
+            assert received.grad is not None
+            dist.send(received.grad, 0)
+            optimizer.step(loss=loss)
+
+    def gathered() -> dict[str, Tensor]:
+        names = {0: {"0.weight": 0, "0.bias": 1}, 1: {"2.weight": 0, "2.bias": 1}}
+        ours = [p.detach() for p in model.parameters()]
+        parts: list[Any] = [None, None]
+        dist.all_gather_object(parts, ours)
+        return {name: parts[r][i] for r, part in names.items() for name, i in part.items()}
+
+    return Run(model, optimizer, step, gathered)
+
+
+def mixed(algorithm: Algorithm, **options: Any) -> Run:
+    """A sharded layer beside one that every rank holds, as an ignored or frozen-in-place part is."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model()
+    fully_shard(model[2])
+    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
+
+    def step(k: int) -> None:
+        x, y = sharing(k)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        for p in model[0].parameters():
+            dist.all_reduce(p.grad)
+            assert p.grad is not None
+            p.grad /= dist.get_world_size()
+        optimizer.step(loss=loss)
+
+    return Run(model, optimizer, step, lambda: weights_of(model))
+
+
+# Each layout with the numbers of ranks that it is tried on.
+LAYOUTS: dict[str, tuple[Callable[..., Run], tuple[int, ...]]] = {
+    "ddp": (ddp, (2, 4)),
+    "fsdp2": (fsdp2, (2, 4)),
+    "hsdp": (hsdp, (4,)),
+    "tp": (tp, (2, 4)),
+    "two_d": (two_d, (4,)),
+    "zero1": (zero1, (2, 4)),
+    "pipeline": (pipeline, (2,)),
+    "mixed": (mixed, (2,)),
+}
+
+
+def train(layout: str, algorithm: str, **options: Any) -> list[dict[str, Tensor]]:
+    """The whole model after each step, as this rank knows it, with the telemetry."""
+    run = LAYOUTS[layout][0](algorithm_named(algorithm), **options)
+    seen = []
+    for k in range(STEPS):
+        run.step(k)
+        inner = getattr(run.optimizer, "optim", run.optimizer)
+        shrink = inner.shrink
+        told = (
+            {} if shrink is None else {"shrink": shrink, "sizes": torch.stack(inner.step_sizes())}
+        )
+        seen.append({**run.whole(), **told})
+    return seen
+
+
+def train_whole(algorithm: str, **options: Any) -> list[dict[str, Tensor]]:
+    """The same in this process alone."""
+    run = whole(algorithm_named(algorithm), reduce_group=None, **options)
+    seen = []
+    for k in range(STEPS):
+        run.step(k)
+        seen.append(run.whole())
+    return seen

@@ -1,0 +1,66 @@
+"""The scripts of docs/ranks.md, as they stand there, under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
+SCRIPT = re.compile(
+    r"^<!-- torchrun --nproc-per-node (?P<ranks>\d+) -->\n```python\n(?P<code>.*?)^```$",
+    re.M | re.S,
+)
+PATIENCE = 180
+
+
+def scripts() -> list[object]:
+    """Each script with its number of ranks, under the heading that it stands below."""
+    page = PAGE.read_text(encoding="utf-8")
+    found = []
+    for match in SCRIPT.finditer(page):
+        heading = re.findall(r"^#+ (.*)$", page[: match.start()], re.M)[-1]
+        ranks = int(match["ranks"])
+        found.append(pytest.param(match["code"], ranks, id=f"{heading}-{ranks}".replace(" ", "-")))
+    return found
+
+
+def test_every_script_is_run() -> None:
+    assert len(scripts()) == PAGE.read_text(encoding="utf-8").count("```python") == 7
+
+
+@pytest.mark.parametrize(("code", "ranks"), scripts())
+def test_script(code: str, ranks: int, tmp_path: Path) -> None:
+    """It runs, and every rank ends with the same step size, a shrunken one."""
+    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    script.write_text(code)
+    # A file for each rank: in one pipe their words would mix.
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "--redirects",
+            "1",
+            "--log-dir",
+            str(logs),
+            str(script),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    spoken = "".join(log.read_text() for log in logs.rglob("stdout.log"))
+    said = dict(re.findall(r"rank (\d+): shrink (\S+)", spoken))
+    assert set(said) == {str(rank) for rank in range(ranks)}
+    (shrink,) = set(said.values())
+    assert 0 < float(shrink) < 1
