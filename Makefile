@@ -4,16 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 CREATED := $(VENV)/.created
 BUILT := $(VENV)/.built
+TRAINERS := .venv-trainers
 SOURCES := $(wildcard csrc/*) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-triton test-ptx test-gpu lint types bench bench-suite readme readme-check sanitize aarch64 package clean
+.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu lint types bench bench-suite readme readme-check sanitize aarch64 package clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
+	@echo "make test-python  some of them without the C++ signature, as with an older torch"
+	@echo "make test-ranks   2 and 4 processes: DDP, FSDP2, HSDP, tensor parallel, ZeRO-1, pipelines"
 	@echo "make bench        build, then the step benchmark against AdamW (about 90 s)"
 	@echo "make test-triton  the GPU kernels in Triton's interpreter (minutes)"
 	@echo "make test-ptx     the GPU kernels compiled for every target, and run in a simulator (minutes)"
 	@echo "make test-gpu     the GPU kernels on a GPU"
+	@echo "make test-trainers HF Trainer, Accelerate, TRL, Lightning and Ignite (2 minutes)"
 	@echo "make lint types   ruff and mypy"
 	@echo "make bench-suite  the pytest-benchmark suite"
 	@echo "make readme       README's table and picture from bench/results"
@@ -22,11 +26,19 @@ help:
 	@echo "make aarch64      the C++ engine's baseline, cross-compiled and run under an emulator"
 	@echo "make package      sdist and wheel, each installed and tried in a fresh environment"
 
-COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_compiled.py \
-	tests/test_triton_compiled_mixed.py
+COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_races.py \
+	tests/test_triton_compiled.py tests/test_triton_compiled_mixed.py
 
 test: $(BUILT)
-	$(BIN)/python -m pytest -q tests $(addprefix --ignore ,$(COMPILED))
+	$(BIN)/python -m pytest -q tests $(addprefix --ignore ,$(COMPILED) tests/ranks tests/trainers)
+
+# The form of the signature that older torch takes, over the files that know how plans go stale.
+test-python: $(BUILT)
+	$(BIN)/python -m pytest -q --signature python tests/test_swapped.py tests/test_contract.py \
+		tests/test_layouts.py tests/test_atomic.py tests/test_checkpoints.py tests/test_bad_input.py
+
+test-ranks: $(BUILT)
+	$(BIN)/python -m pytest -q tests/ranks
 
 test-ptx: $(BUILT)
 	$(BIN)/python -m pytest -q $(COMPILED)
@@ -39,6 +51,9 @@ test-triton: $(BUILT)
 
 test-gpu: $(BUILT)
 	$(BIN)/python -m pytest -q tests/test_gpu.py
+
+test-trainers: $(TRAINERS)/.built
+	$(TRAINERS)/bin/python -m pytest -q tests/trainers
 
 lint: $(BUILT)
 	$(BIN)/ruff check .
@@ -73,7 +88,7 @@ package: $(BUILT)
 $(CREATED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -r constraints.txt 'setuptools>=77' cmake ninja pybind11
+	$(BIN)/pip install --quiet -c constraints.txt torch triton 'setuptools>=77' cmake ninja pybind11
 	touch $@
 
 $(BUILT): $(CREATED) $(SOURCES)
@@ -81,5 +96,15 @@ $(BUILT): $(CREATED) $(SOURCES)
 		$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	touch $@
 
+# The trainers live beside .venv, which they see, so that the other tests run without them.
+$(TRAINERS)/.built: $(BUILT) constraints.txt
+	$(PYTHON) -m venv $(TRAINERS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c \
+		"import sysconfig; print(sysconfig.get_paths()['purelib'])")')" \
+		>"$$($(TRAINERS)/bin/python -c \
+		"import sysconfig; print(sysconfig.get_paths()['purelib'])")/beside.pth"
+	$(TRAINERS)/bin/pip install --quiet -c constraints.txt 'ngn_kernels[trainers]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info ngn_kernels/*.so
+	rm -rf $(VENV) $(TRAINERS) build dist *.egg-info ngn_kernels/*.so

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 USAGE_ERROR = 2
 INTERRUPTED = 130
 MAX_THREADS = 1024
+MAX_RANKS = 64
 
 DESCRIPTION = """\
 What does an NGN step cost beside AdamW, and how far are both from what the memory allows?
@@ -31,6 +32,7 @@ And how far from the best step size do these optimizers still train?
   ngn-bench step --workload gpt2 --contenders ngnmdv1,ngnm
   ngn-bench train --model transformer++-70m
   ngn-bench roofline --plot roofline.png
+  ngn-bench ranks --ranks 1,2,4
   ngn-bench compare old.json new.json
 """
 
@@ -106,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_step(commands)
     _add_train(commands)
     _add_roofline(commands)
+    _add_ranks(commands)
     _add_compare(commands)
     _add_info(commands)
     from .lab.cli import add_subcommands
@@ -174,6 +177,19 @@ def _add_step(commands: Any) -> None:
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     parser.add_argument(
+        "--state",
+        type=_names,
+        default=["float32"],
+        metavar="NAMES",
+        help="how NGN rules store m and v: float32, bfloat16, 8bit, 8bit+bfloat16, with commas",
+    )
+    parser.add_argument(
+        "--rounding",
+        choices=("nearest", "stochastic", "exact"),
+        default="nearest",
+        help="how they store parameters of 16 bits",
+    )
+    parser.add_argument(
         "--seconds", type=_positive(float), default=40.0, help="measuring time (default 40)"
     )
     parser.add_argument("--compiled", action="store_true", help="also AdamW under torch.compile")
@@ -229,6 +245,19 @@ def _add_roofline(commands: Any) -> None:
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
     parser.add_argument(
+        "--state",
+        type=_names,
+        default=["float32"],
+        metavar="NAMES",
+        help="how NGN rules store m and v: float32, bfloat16, 8bit, 8bit+bfloat16, with commas",
+    )
+    parser.add_argument(
+        "--rounding",
+        choices=("nearest", "stochastic", "exact"),
+        default="nearest",
+        help="how they store parameters of 16 bits",
+    )
+    parser.add_argument(
         "--seconds", type=_positive(float), default=15.0, help="measuring time (default 15)"
     )
     parser.add_argument(
@@ -237,6 +266,35 @@ def _add_roofline(commands: Any) -> None:
     _add_machine_options(parser)
     _add_output_options(parser)
     parser.set_defaults(func=_run_roofline)
+
+
+def _rank_numbers(text: str) -> tuple[int, ...]:
+    parse = _positive(int, MAX_RANKS)
+    return tuple(dict.fromkeys(parse(word) for word in text.split(",")))
+
+
+def _add_ranks(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ranks",
+        help="time a step on several local processes, under DDP and FSDP2",
+        description="Start local processes (gloo) and train a model of many small tensors in each "
+        "layout, with NGN-MDv1 and torch's fused AdamW in turns. The exit status is 1 if ranks that "
+        "should have the same numbers do not. With --project, nothing is started: what the exchange "
+        "of a step would cost on many GPUs, from a model of its latency.",
+    )
+    parser.add_argument(
+        "--ranks", type=_rank_numbers, metavar="NUMBERS", help="processes (default 1,2,4)"
+    )
+    parser.add_argument(
+        "--tensors", type=_positive(int, 10**5), help="tensors of the model (default 300)"
+    )
+    parser.add_argument("--seconds", type=_positive(float), help="measuring time (default 60)")
+    parser.add_argument(
+        "--threads", type=_positive(int, MAX_THREADS), help="of each process (default 1)"
+    )
+    parser.add_argument("--project", action="store_true", help="the projection to 16,384 GPUs")
+    _add_output_options(parser)
+    parser.set_defaults(func=_run_ranks)
 
 
 def _add_compare(commands: Any) -> None:
@@ -317,6 +375,7 @@ def _run_step(args: argparse.Namespace) -> int:
     settings = Settings(device, _find_dtype(args.dtype), args.seconds, cold)
     environment = describe(device)
     plan, left_out = _plan_step(args, settings)
+    plan = [(workload, _stored(chosen, args)) for workload, chosen in plan]
 
     def as_record(result: StepResult) -> dict[str, Any]:
         data = result.as_json()
@@ -342,6 +401,14 @@ def _run_step(args: argparse.Namespace) -> int:
         plots.plot_step(record, args.plot)
         _announce(args.plot)
     return _finish(result.interrupted, record["rows"])
+
+
+def _stored(contenders: list[Contender], args: argparse.Namespace) -> list[Contender]:
+    """Each contender once, and those of this library once for each `--state`."""
+    from .contenders import stored_as
+
+    each = [stored_as(c, state, args.rounding) for c in contenders for state in args.state]
+    return list({contender.name: contender for contender in each}.values())
 
 
 def _announce(path: Path | None) -> None:
@@ -466,6 +533,45 @@ def _run_roofline(args: argparse.Namespace) -> int:
         plots.plot_roofline(record, args.plot)
         _announce(args.plot)
     return _finish(record["interrupted"])
+
+
+def _run_ranks(args: argparse.Namespace) -> int:
+    import torch
+
+    from . import plots, report
+    from .environment import describe, machine_line
+    from .projection import project, projection_table
+    from .ranks import SIDE, RanksSettings, ranks_table, run_ranks
+
+    _check_outputs(args)
+    environment = describe(torch.device("cpu"))
+    if args.project:
+        if args.ranks or args.tensors or args.seconds or args.threads:
+            raise BenchError("--project measures nothing; leave out the options of a measurement")
+        record = report.record("projection", args.command, environment, projection=project())
+        report.print_table(projection_table(record))
+    else:
+        if args.plot:
+            raise BenchError("--plot draws the projection: add --project, or leave it out")
+        settings = RanksSettings(
+            args.ranks or (1, 2, 4), args.tensors or 300, args.seconds or 60.0, args.threads or 1
+        )
+        print(machine_line(environment))
+        with report.progress_bar("measuring") as progress:
+            rows = run_ranks(settings, progress)
+        told = {"tensors": settings.tensors, "side": SIDE, "threads": settings.threads}
+        record = report.record("ranks", args.command, environment, rows=rows, **told)
+        report.print_table(ranks_table(record))
+    if args.json:
+        report.write_json(args.json, record)
+        _announce(args.json)
+    if args.plot:
+        plots.plot_projection(record, args.plot)
+        _announce(args.plot)
+    if any(row["same_bits"] is False for row in record.get("rows", ())):
+        print("ngn-bench: ranks differ that should have the same numbers", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _run_compare(args: argparse.Namespace) -> int:

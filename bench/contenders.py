@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+import ngn_kernels
+
 from .environment import BACKENDS
 from .errors import unknown_name
 from .plain_torch import PlainNGNMDv1
 from .traffic import PASSES, Passes
+from .variants import NGN_VARIANTS, NGNVariant
 
 Build = Callable[..., Optimizer]
 
@@ -30,7 +34,7 @@ class Contender:
     `build(params, lr=…)` makes it; `build_truth` makes its slow, trusted form, which is run in
     float64 and called `truth` in tables. `unfused` code has its traffic counted from the operators
     that it calls; `rounds_once` is false where half precision is rounded at each of them. `slack`
-    multiplies the tolerance of the check.
+    multiplies the tolerance of the check. Of `coded` state only what it does to parameters is checked.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Contender:
     compiled: bool = False
     rounds_once: bool = True
     slack: float = 1.0
+    coded: bool = False
 
     def step_function(self, optimizer: Optimizer) -> Callable[[Tensor], object]:
         """One whole `step()` for a loss, as a training loop would call it."""
@@ -55,28 +60,9 @@ class Contender:
         return lambda loss: step()
 
 
-@dataclass(frozen=True)
-class NGNVariant:
-    rule: str
-    class_name: str
-    options: dict[str, Any]
-
-
-NGN_VARIANTS = {
-    "ngn": NGNVariant("NGN", "NGN", {}),
-    "ngnm": NGNVariant("NGN-M", "NGNM", {}),
-    "ngnd": NGNVariant("NGN-D", "NGND", {}),
-    "ngnd-rms": NGNVariant("NGN-D (RMS)", "NGND", {"preconditioner": "rms"}),
-    "ngnmdv1": NGNVariant("NGN-MDv1", "NGNMDv1", {}),
-    "ngnmdv2": NGNVariant("NGN-MDv2", "NGNMDv2", {}),
-    "decngnmdv1": NGNVariant("Dec-NGN-MDv1", "DecNGNMDv1", {}),
-    "ngnmdv1w": NGNVariant("NGN-MDv1W", "NGNMDv1W", {}),
-}
-
-
 def _build_ngn(variant: NGNVariant, backend: str) -> Build:
     def build(params: list[Tensor], **options: Any) -> Optimizer:
-        factory = getattr(importlib.import_module("ngn_kernels"), variant.class_name)
+        factory = getattr(ngn_kernels, variant.class_name)
         optimizer: Optimizer = factory(params, **variant.options, **options, backend=backend)
         return optimizer
 
@@ -104,8 +90,8 @@ def _all_contenders() -> Iterable[Contender]:
         for name, variant in NGN_VARIANTS.items():
             yield Contender(
                 f"{name}:{backend}",
-                f"{variant.rule} · {backend}",
-                PASSES[variant.rule],
+                f"{variant.label} · {backend}",
+                PASSES[variant.label],
                 _build_ngn(variant, backend),
                 _build_ngn(variant, "reference"),
                 ITSELF if backend == "reference" else "reference",
@@ -165,6 +151,35 @@ def _all_contenders() -> Iterable[Contender]:
         )
 
 
+def stored_as(contender: Contender, state: str, rounding: str) -> Contender:
+    """An NGN rule with m and v in other formats ("8bit+bfloat16" names both), or x rounded so."""
+    from ngn_kernels.formats import FORMATS
+
+    if not is_ngn(contender.name) or (state, rounding) == ("float32", "nearest"):
+        return contender
+    m, _, v = state.partition("+")
+    pair = (m, v or m)
+    for name in pair:
+        if name not in FORMATS["exp_avg_sq"]:
+            raise unknown_name("state", name, list(FORMATS["exp_avg_sq"]), "Two: 8bit+bfloat16.")
+    narrow = {
+        stream: named[name].bytes
+        for stream, named, name in zip("mv", FORMATS.values(), pair, strict=True)
+        if name != "float32"
+    }
+    if rounding == "exact":
+        narrow["x"] = 2
+    words = [word for word in (state, rounding) if word not in ("float32", "nearest")]
+    return dataclasses.replace(
+        contender,
+        name="/".join([contender.name, *words]),
+        label=" · ".join([contender.label, *words]),
+        passes=dataclasses.replace(contender.passes, narrow=narrow),
+        build=functools.partial(contender.build, state=pair, rounding=rounding),
+        coded=True,
+    )
+
+
 CONTENDERS = {contender.name: contender for contender in _all_contenders()}
 
 
@@ -186,7 +201,7 @@ def select(names: Iterable[str], backend: str, compiled: bool = False) -> list[C
 
 def is_ngn(name: str) -> bool:
     """Whether a contender is this library's: an NGN rule on one of its backends."""
-    rule, _, form = name.partition(":")
+    rule, _, form = name.partition("/")[0].partition(":")
     return rule in NGN_VARIANTS and form in BACKENDS
 
 

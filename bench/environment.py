@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import platform
 import subprocess
@@ -13,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import ngn_kernels
+from ngn_kernels.backends import select_backend
+from ngn_kernels.plan import BucketKey
 
 from .errors import BenchError
 
@@ -41,8 +43,7 @@ def package_versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[package] = None
     versions["torch"] = torch.__version__
-    with contextlib.suppress(ImportError):
-        versions["ngn-kernels"] = importlib.import_module("ngn_kernels").__version__
+    versions["ngn-kernels"] = ngn_kernels.__version__
     return versions
 
 
@@ -135,10 +136,6 @@ def select_device(name: str) -> torch.device:
 
 def backend_status(device: torch.device) -> dict[str, str]:
     """For each NGN backend "ok", or why it cannot run on `device`: found by running one step."""
-    try:
-        from ngn_kernels import NGN
-    except ImportError as error:
-        return {backend: f"ngn_kernels cannot be imported: {error}" for backend in BACKENDS}
     status: dict[str, str] = {}
     for backend in BACKENDS:
         param = torch.ones(8, device=device, requires_grad=True)
@@ -146,7 +143,7 @@ def backend_status(device: torch.device) -> dict[str, str]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                NGN([param], backend=backend).step(loss=torch.ones((), device=device))
+                ngn_kernels.NGN([param], backend=backend).step(loss=torch.ones((), device=device))
         except Exception as error:  # any failure is the answer here
             status[backend] = first_line(error)
         else:
@@ -156,13 +153,10 @@ def backend_status(device: torch.device) -> dict[str, str]:
 
 def fastest_backend(device: torch.device, dtype: torch.dtype) -> str:
     """The backend that `backend="auto"` takes for parameters of this kind."""
-    from ngn_kernels.backends import select_backend
-    from ngn_kernels.plan import BucketKey
-
     state = torch.promote_types(dtype, torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return select_backend("auto", BucketKey(device, dtype, dtype, state)).name
+        return select_backend("auto", BucketKey(device, dtype, dtype, state, state)).name
 
 
 def git_revision() -> str | None:

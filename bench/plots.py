@@ -268,6 +268,56 @@ def plot_roofline(record: dict[str, Any], path: Path) -> None:
     save(figure, path, record)
 
 
+def plot_projection(record: dict[str, Any], path: Path) -> None:
+    """The exchange's time, and its share of an iteration, over the number of GPUs."""
+    rows = record["projection"]
+    gpus = [row["gpus"] for row in rows]
+    figure = _figure(11.5, 4.6)
+    left, right = figure.subplots(1, 2)
+    contenders = {
+        "gather": (FASTER, "NGN: all-gather of 64 bytes per rank (ring)"),
+        "clip": (MUTED, "AdamW with clipping: all-reduce of the norm"),
+    }
+    for what, (colour, label) in contenders.items():
+        left.plot(gpus, [row[what] * 1e3 for row in rows], "o-", color=colour, ms=3.5, label=label)
+        for name, dashes in zip(rows[0]["shares"][what], ("-", "--", ":", "-."), strict=True):
+            shares = [row["shares"][what][name] * 100 for row in rows]
+            right.plot(gpus, shares, dashes, color=colour, lw=1.5)
+            if what == "gather":
+                text = name if name.endswith("s") else f"{name} model"
+                right.annotate(text, (gpus[-1], shares[-1]), (5, -3), textcoords="offset points")
+    left.legend(frameon=False, loc="upper left")
+    left.set_ylabel("ms per exchange", color=INK)
+    left.set_title("One exchange", loc="left", fontsize=10, weight="bold")
+    right.set_ylabel("% of an iteration", color=INK)
+    right.set_title(
+        "Its share of an iteration (colours as left)",
+        loc="left",
+        fontsize=10,
+        weight="bold",
+    )
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(gpus[::2], [f"{number:,}" for number in gpus[::2]])
+        axes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
+        axes.minorticks_off()
+        axes.set_xlabel("GPUs, 8 in a node", color=INK)
+        axes.grid(color=PALE, lw=0.6)
+        axes.tick_params(length=0, colors=INK)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    right.set_xlim(right=gpus[-1] * 4)
+    figure.suptitle("PROJECTION from latencies, not measured", fontsize=12, weight="bold")
+    figure.supxlabel(
+        "Latencies: NCCL's tuning.cc (LL). Iterations: the paper's on 8 H100 (1.63, 3.33 and 8.41 s), "
+        "and one of 0.1 s.",
+        fontsize=8,
+        color=MUTED,
+    )
+    save(figure, path, record)
+
+
 def _binary(number: int) -> str:
     for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if number >= scale:

@@ -1,18 +1,22 @@
-"""Write the README's table and picture from the stored reference run, or check that they match.
+"""Write what README and docs have between markers, or check that it matches its source.
 
-`python -m ngn_bench.readme` rewrites what stands between the two markers; `--check` changes nothing
-and exits with status 1 if it would.
+README's table and picture come from the stored reference run, the docs' tables of traffic from the
+rules. `python -m ngn_bench.readme` rewrites them; `--check` changes nothing and exits with status 1
+if it would.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from . import plots, report
 from .contenders import BASELINE
@@ -29,9 +33,9 @@ from .report import (
     workload_names,
 )
 from .step_tables import headline_rows, memory_line, workload_title
+from .traffic import PASSES, Passes
+from .variants import NGN_VARIANTS, NGNVariant
 
-START = "<!-- bench:start -->"
-END = "<!-- bench:end -->"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -111,13 +115,93 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     return Table("", columns, cells)
 
 
-def replace_section(text: str, section: str) -> str:
-    """`text` with `section` between the markers."""
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise BenchError(f"the README must have {START} and then {END}, once each")
-    before, rest = text.split(START)
-    after = rest.split(END)[1]
-    return f"{before}{START}\n{section}{END}{after}"
+def words_section() -> str:
+    """What each rule moves, in words of one element."""
+    adamw = PASSES["AdamW"].floor_bytes(torch.float32)
+    columns = [
+        Column("rule", right=False),
+        Column("reduce reads", right=False),
+        Column("apply reads and writes", right=False),
+        Column("words per parameter"),
+        Column(f"AdamW = {adamw // 4}"),
+    ]
+    cells = []
+    for passes, variants in _rules_by_passes().items():
+        rule = variants[0].rule
+        moved = [c + "↕" if c in rule.apply_writes else c for c in rule.apply_reads]
+        total = passes.floor_bytes(torch.float32)
+        cells.append(
+            [
+                ", ".join(variant.label for variant in variants),
+                ", ".join(rule.reduce_reads) or "–",
+                ", ".join(moved),
+                str(total // 4),
+                f"{total / adamw:.2f}",
+            ]
+        )
+    return markdown_table(Table("", columns, cells))
+
+
+def bytes_section() -> str:
+    """What each rule moves, in bytes, beside an AdamW whose state is float32 as well."""
+    adamw = dataclasses.replace(PASSES["AdamW"], wide_state=True)
+    columns = [
+        Column("rule", right=False),
+        Column("fp32: reduce"),
+        Column("apply"),
+        Column("together"),
+        Column("vs AdamW"),
+        Column("bf16, fp32 state"),
+        Column("vs AdamW"),
+    ]
+    cells = []
+    for passes, variants in _rules_by_passes().items():
+        single, half = (passes.floor_bytes(t) for t in (torch.float32, torch.bfloat16))
+        cells.append(
+            [
+                ", ".join(f"`{v.class_name}`{' RMS' if v.options else ''}" for v in variants),
+                str(passes.reduce_bytes(torch.float32) or "–"),
+                str(passes.apply_bytes(torch.float32)),
+                str(single),
+                f"{single / adamw.floor_bytes(torch.float32):.2f}",
+                str(half),
+                f"{half / adamw.floor_bytes(torch.bfloat16):.2f}",
+            ]
+        )
+    return markdown_table(Table("", columns, cells))
+
+
+def _rules_by_passes() -> dict[Passes, list[NGNVariant]]:
+    found: dict[Passes, list[NGNVariant]] = {}
+    for variant in NGN_VARIANTS.values():
+        found.setdefault(PASSES[variant.label], []).append(variant)
+    return found
+
+
+# Of each page in docs/: the name of its markers, and what stands between them.
+PAGES: dict[str, tuple[str, Callable[[], str]]] = {
+    "algorithms.md": ("words", words_section),
+    "gpu.md": ("bytes", bytes_section),
+}
+
+
+def marked(name: str, section: str) -> str:
+    """A section between its markers, which Markdown does not show."""
+    return f"<!-- {name}:start -->\n{section}<!-- {name}:end -->"
+
+
+def replace_section(path: Path, name: str, section: str) -> tuple[str, str]:
+    """The text of a page, as it is and with `section` between the markers."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from None
+    start, end = marked(name, "").splitlines()
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise BenchError(f"{path} must have {start} and then {end}, once each")
+    before, rest = text.split(start)
+    after = rest.split(end)[1]
+    return text, f"{before}{marked(name, section)}{after}"
 
 
 def picture_source(path: Path) -> str | None:
@@ -150,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=Path("bench/results/loops.json"),
         help="the JSON of `ngn-bench train --preset loops`; may be absent",
     )
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="the folder of the pages")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/step.png"))
     parser.add_argument(
         "--check", action="store_true", help="change nothing, exit 1 if out of date"
@@ -166,26 +251,29 @@ def _run(args: argparse.Namespace) -> int:
     record = report.read_json(args.json, "step")
     loops = report.read_json(args.loops, "train") if args.loops.exists() else None
     try:
-        text = args.readme.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BenchError(f"cannot read {args.readme}: {error.strerror}") from None
-    try:
         picture = args.picture.relative_to(args.readme.parent).as_posix()
     except ValueError:
         raise BenchError(f"{args.picture} must lie below {args.readme}'s folder") from None
-    wanted = replace_section(text, benchmark_section(record, picture, loops))
+    section = benchmark_section(record, picture, loops)
+    pages = {args.readme: replace_section(args.readme, "bench", section)}
+    for page, (name, make) in PAGES.items():
+        pages[args.docs / page] = replace_section(args.docs / page, name, make())
     if args.check:
-        stale = []
-        if wanted != text:
-            stale.append(f"{args.readme} does not match {args.json} and {args.loops}")
+        sources = {args.readme: f"{args.json} and {args.loops}"}
+        stale = [
+            f"{path} does not match {sources.get(path, 'the rules')}"
+            for path, (text, wanted) in pages.items()
+            if wanted != text
+        ]
         if picture_source(args.picture) != plots.record_digest(record):
             stale.append(f"{args.picture} does not match {args.json}")
         for line in stale:
             print(f"{line}: run python -m ngn_bench.readme")
         return 1 if stale else 0
-    args.readme.write_text(wanted, encoding="utf-8")
+    for path, (_, wanted) in pages.items():
+        path.write_text(wanted, encoding="utf-8")
     plots.plot_step(record, args.picture)
-    print(f"wrote {args.readme} and {args.picture} from {args.json}")
+    print(f"wrote {', '.join(map(str, pages))} and {args.picture}")
     return 0
 
 

@@ -78,7 +78,7 @@ class Floor:
     """Shortest time of a rule's two passes, in seconds per parameter."""
 
     rule: str
-    bytes_per_parameter: int
+    bytes_per_parameter: float
     reduce: float
     apply: float
 

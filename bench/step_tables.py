@@ -129,15 +129,12 @@ def _join_labels(labels: list[str]) -> str:
 
 def ratio_table(record: dict[str, Any]) -> Table:
     """Workloads down, contenders across: each cell is the ratio to fused AdamW."""
-    names = [
-        name
-        for name in dict.fromkeys(row["contender"] for row in record["rows"])
-        if name != BASELINE
-    ]
+    labels = {row["contender"]: row["label"] for row in record["rows"]}
+    names = [name for name in labels if name != BASELINE]
     columns = [
         Column("workload", right=False),
         Column("fused AdamW"),
-        *(Column(CONTENDERS[name].label) for name in names),
+        *(Column(labels[name]) for name in names),
     ]
     cells = []
     for workload in workload_names(record):
@@ -167,7 +164,7 @@ def slower_lines(record: dict[str, Any], rule: str = "ngnmdv1") -> list[str]:
                 f"{fused['share']:.0%} of the memory bandwidth"
             )
         for row in rows.values():
-            if CONTENDERS[row["contender"]].unfused:
+            if CONTENDERS[row["contender"].partition("/")[0]].unfused:
                 times = row["time"]["median"] / fused["time"]["median"]
                 lines.append(f"{workload}: {row['label']} takes {times:.1f}× as long")
     return lines

@@ -8,13 +8,17 @@ the operators that it calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from ngn_kernels.rules import Rule
+
+from .variants import NGN_VARIANTS
 
 
 @dataclass(frozen=True)
@@ -23,41 +27,44 @@ class Passes:
 
     `reduce` moves before the step size is known, `apply` after it; a stream that is read and
     written stands twice. `wide_state` keeps m and v in float32 also for parameters in half
-    precision; otherwise they have the parameters' dtype.
+    precision; otherwise they have the parameters' dtype. `narrow` has the bytes of m and v where
+    they are stored in fewer, and of what is kept beside x.
     """
 
     reduce: str
     apply: str
     wide_state: bool = False
+    narrow: dict[str, float] = field(default_factory=dict, hash=False)
 
-    def reduce_bytes(self, dtype: torch.dtype) -> int:
+    def reduce_bytes(self, dtype: torch.dtype) -> float:
         return self._bytes(self.reduce, dtype)
 
-    def apply_bytes(self, dtype: torch.dtype) -> int:
+    def apply_bytes(self, dtype: torch.dtype) -> float:
         return self._bytes(self.apply, dtype)
 
-    def floor_bytes(self, dtype: torch.dtype) -> int:
+    def floor_bytes(self, dtype: torch.dtype) -> float:
         """Bytes per parameter that the rule must move when the model fits no cache."""
         return self.reduce_bytes(dtype) + self.apply_bytes(dtype)
 
-    def state_bytes(self, dtype: torch.dtype) -> int:
+    def state_bytes(self, dtype: torch.dtype) -> float:
         """Bytes per parameter that the rule keeps from step to step."""
-        return self._bytes(set(self.reduce + self.apply) & {"m", "v"}, dtype)
+        kept = self._bytes(set(self.reduce + self.apply) & {"m", "v"}, dtype)
+        return kept + self.narrow.get("x", 0)
 
-    def _bytes(self, streams: Iterable[str], dtype: torch.dtype) -> int:
+    def _bytes(self, streams: Iterable[str], dtype: torch.dtype) -> float:
         state = max(4, dtype.itemsize) if self.wide_state else dtype.itemsize
-        return sum(state if stream in "mv" else dtype.itemsize for stream in streams)
+        width = {"g": dtype.itemsize, "m": state, "v": state, **self.narrow}
+        width["x"] = dtype.itemsize + self.narrow.get("x", 0)
+        return sum(width[stream] for stream in streams)
+
+
+def passes_of(rule: Rule) -> Passes:
+    applied = rule.apply_reads + rule.apply_writes
+    return Passes("".join(rule.reduce_reads), "".join(applied), wide_state=True)
 
 
 PASSES = {
-    "NGN": Passes("g", "gxx"),
-    "NGN-M": Passes("g", "gmmxx", wide_state=True),
-    "NGN-D": Passes("", "gxx"),
-    "NGN-D (RMS)": Passes("", "gvvxx", wide_state=True),
-    "NGN-MDv1": Passes("gv", "gvvmmxx", wide_state=True),
-    "NGN-MDv2": Passes("", "gvvmmxx", wide_state=True),
-    "Dec-NGN-MDv1": Passes("gv", "gvvmmxx", wide_state=True),
-    "NGN-MDv1W": Passes("gvx", "gvvmmxx", wide_state=True),
+    **{variant.label: passes_of(variant.rule) for variant in NGN_VARIANTS.values()},
     "AdamW": Passes("", "gvvmmxx"),
     "SGDM": Passes("", "gmmxx"),
     # Momo needs ⟨x, d⟩, ⟨x, g⟩ and ‖d‖² of the new average d before it can move x; it stores d

@@ -221,7 +221,7 @@ def _memory_needed(plan: Plan, contenders: Sequence[Contender]) -> tuple[int, in
     )
     if any(contender.unfused for contender in contenders):
         per_parameter += 12
-    return parameters * per_parameter, activations + batches
+    return int(parameters * per_parameter), activations + batches
 
 
 @dataclass

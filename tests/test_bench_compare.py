@@ -155,11 +155,13 @@ def test_readme_is_generated_and_checked(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, source = tmp_path / "README.md", write(tmp_path / "reference.json", result)
-    text.write_text(f"# Title\n\n{readme.START}\nold\n{readme.END}\n\nafter\n")
+    text.write_text(f"# Title\n\n{readme.marked('bench', 'old')}\n\nafter\n")
     picture = tmp_path / "images" / "step.png"
     loops = tmp_path / "loops.json"
     command = ["--readme", str(text), "--json", source, "--picture", str(picture)]
-    command += ["--loops", str(loops)]
+    command += ["--loops", str(loops), "--docs", str(tmp_path)]
+    for page, (name, _) in readme.PAGES.items():
+        (tmp_path / page).write_text(readme.marked(name, "old"))
     assert readme.main([*command, "--check"]) == 1
     assert "old" in text.read_text()
     assert readme.main(command) == 0
@@ -176,6 +178,13 @@ def test_readme_is_generated_and_checked(
     assert readme.main([*command, "--check"]) == 0
     assert readme.main(command) == 0
     assert text.read_text() == written
+
+    page = tmp_path / "algorithms.md"
+    assert "| NGN-MDv1, Dec-NGN-MDv1 | g, v | g, v↕, m↕, x↕ | 9 | 1.29 |" in page.read_text()
+    page.write_text(page.read_text().replace("| 9 |", "| 8 |"))
+    assert readme.main([*command, "--check"]) == 1
+    assert "algorithms.md does not match the rules" in capsys.readouterr().out
+    assert readme.main(command) == 0
 
     training = {**result, "kind": "train", "command": ["ngn-bench", "train", "--preset", "loops"]}
     write(loops, training)

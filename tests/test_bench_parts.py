@@ -14,10 +14,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from algorithms import ALGORITHMS, EVERY, Algorithm
 from bench_runs import CPU
 from ngn_bench import check, environment, measure, report, step, step_tables, traffic
 from ngn_bench.contenders import CONTENDERS
 from ngn_bench.measure import Lane, Timing
+from ngn_bench.variants import NGN_VARIANTS
+
+from ngn_kernels.rules import RULES
 
 
 class CountingClock:
@@ -91,23 +95,29 @@ def test_peak_extra_memory_counts_temporaries() -> None:
     assert measure.peak_extra_bytes(lambda: a.add_(1), CPU) < 100
 
 
-def test_traffic_floors_are_the_documented_words() -> None:
-    words = {
-        "NGN": 4,
-        "NGN-M": 6,
-        "NGN-D": 3,
-        "NGN-D (RMS)": 5,
-        "NGN-MDv1": 9,
-        "NGN-MDv2": 7,
-        "Dec-NGN-MDv1": 9,
-        "NGN-MDv1W": 10,
-        "AdamW": 7,
-        "SGDM": 5,
-        "Momo": 7,
-        "Momo-Adam": 10,
-    }
-    for rule, passes in traffic.PASSES.items():
-        assert passes.floor_bytes(torch.float32) == 4 * words[rule]
+@EVERY
+def test_traffic_of_the_rules(algorithm: Algorithm) -> None:
+    """Rules, floors and what a run of the compiled kernels is held to are the same columns."""
+    rule = RULES[algorithm.rule_name]
+    read = rule.reduce_reads, rule.apply_reads, rule.apply_writes
+    assert tuple(map(sorted, read)) == tuple(map(sorted, algorithm.traffic))
+    (variant,) = [v for v in NGN_VARIANTS.values() if v.algorithm == algorithm.rule_name]
+    assert (variant.class_name, variant.options) == (algorithm.name, algorithm.options)
+    words = sum(map(len, algorithm.traffic))
+    assert traffic.PASSES[variant.label].floor_bytes(torch.float32) == 4 * words
+
+
+def test_every_rule_is_tested_and_measured() -> None:
+    assert [algorithm.rule_name for algorithm in ALGORITHMS] == list(RULES)
+    assert [variant.algorithm for variant in NGN_VARIANTS.values()] == list(RULES)
+
+
+def test_traffic_of_others() -> None:
+    words = {"AdamW": 7, "SGDM": 5, "Momo": 7, "Momo-Adam": 10}
+    labels = {variant.label for variant in NGN_VARIANTS.values()}
+    assert set(traffic.PASSES) == labels | set(words)
+    for rule, count in words.items():
+        assert traffic.PASSES[rule].floor_bytes(torch.float32) == 4 * count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
