@@ -179,7 +179,7 @@ std::map<std::string, std::map<std::string, size_t>> layout() {
                   NGN_FIELD(TensorRow, step), NGN_FIELD(TensorRow, numel), NGN_FIELD(TensorRow, group),
                   NGN_FIELD(TensorRow, copies),
                   NGN_FIELD(TensorRow, m_scale), NGN_FIELD(TensorRow, v_scale), NGN_FIELD(TensorRow, remainder),
-                  NGN_FIELD(TensorRow, noise_key)}},
+                  NGN_FIELD(TensorRow, noise_key), NGN_FIELD(TensorRow, first)}},
       {"GroupColumn", {NGN_FIELD(Group, lr), NGN_FIELD(Group, beta1), NGN_FIELD(Group, beta2), NGN_FIELD(Group, eps),
                        NGN_FIELD(Group, weight_decay)}},
       {"Input", {NGN_FIELD(Inputs, loss), NGN_FIELD(Inputs, loss_floor), NGN_FIELD(Inputs, grad_scale),
@@ -236,12 +236,12 @@ PYBIND11_MODULE(_cpu, module) {
   module.def("layout", &layout, "Where each field of a table lies, in words of 8 bytes.");
 
   module.def("encode", [](const FloatArray& values, py::array data, py::array scales, DType type, Rounding rounding,
-                          int64_t noise_key, int64_t step_count) {
+                          int64_t noise_key, int64_t step_count, int64_t first) {
     check_column(values, data, scales, type);
-    current->encode(values.data(), values.size(), noise_key, step_count,
+    current->encode(values.data(), values.size(), noise_key, step_count, first,
                     {data.mutable_data(), scales.mutable_data(), type, rounding});
   }, py::arg("values").noconvert(), py::arg("data"), py::arg("scales"), py::arg("type"), py::arg("rounding"),
-     py::arg("noise_key"), py::arg("step_count"), "Numbers to codes, as a step stores them.");
+     py::arg("noise_key"), py::arg("step_count"), py::arg("first") = 0, "Numbers to codes, as a step stores them.");
   module.def("decode", [](FloatArray values, py::array data, py::array scales, DType type) {
     check_column(values, data, scales, type);
     current->decode({data.mutable_data(), scales.mutable_data(), type, Rounding::nearest}, values.size(), values.mutable_data());

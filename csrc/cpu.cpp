@@ -403,9 +403,8 @@ bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, 
               g.in(begin, n), n, k);
         });
         if constexpr (NARROW) {
-          alignas(64) uint32_t noise[BLOCK];
-          make_noise(begin, n, NoiseKey(row.noise_key, static_cast<int64_t>(*row.step) + 1, begin), noise);
-          alignas(64) uint32_t x_noise[BLOCK];
+          alignas(64) uint32_t noise[BLOCK + WIDTH], x_noise[BLOCK];
+          make_noise(row.first + begin, n, row.noise_key, static_cast<int64_t>(*row.step) + 1, noise);
           if (bucket.rounding == Rounding::stochastic) other_noise(noise, n, x_noise);
           x.out(begin, n, x_noise);
           if (MOMENTUM) m.out(begin, n, noise);
@@ -455,12 +454,13 @@ void apply(const Bucket& bucket, const Rule& rule, int threads, bool last) {
 }
 
 // One column of numbers through a format, a block at a time, as apply() and reduce() do it.
-void encode(const float* values, int64_t numel, int64_t noise_key, int64_t step_count, Encoded column) {
+void encode(const float* values, int64_t numel, int64_t noise_key, int64_t step_count, int64_t first,
+            Encoded column) {
   NarrowColumn to(column.data, column.type, column.scales, column.rounding);
   for (int64_t begin = 0; begin < numel; begin += BLOCK) {
     const int64_t n = numel - begin < BLOCK ? numel - begin : BLOCK;
-    alignas(64) uint32_t noise[BLOCK];
-    make_noise(begin, n, NoiseKey(noise_key, step_count, begin), noise);
+    alignas(64) uint32_t noise[BLOCK + WIDTH];
+    make_noise(first + begin, n, noise_key, step_count, noise);
     std::memcpy(to.in(begin, n), values + begin, static_cast<size_t>(n) * sizeof(float));
     to.out(begin, n, noise);
   }

@@ -20,7 +20,8 @@ struct Engine {
   bool (*runs_here)();
   void (*reduce)(const Bucket&, const Rule&, int threads);
   void (*apply)(const Bucket&, const Rule&, int threads, bool last);
-  void (*encode)(const float* values, int64_t numel, int64_t noise_key, int64_t step_count, Encoded column);
+  void (*encode)(const float* values, int64_t numel, int64_t noise_key, int64_t step_count, int64_t first,
+                 Encoded column);
   void (*decode)(Encoded column, int64_t numel, float* values);
 };
 

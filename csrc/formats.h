@@ -131,30 +131,28 @@ inline uint32_t mixed(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// What the noise of elements begin, begin + 1 … has in common, up to the next multiple of 2^32.
-struct NoiseKey {
-  uint32_t first, second, turn;
-
-  NoiseKey(int64_t key, int64_t step_count, int64_t begin) {
-    const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
-    first = mixed(mixed(low + static_cast<uint32_t>(step_count / WINDOW) * 0x9e3779b1u) ^
-                  static_cast<uint32_t>(begin >> 32));
-    second = mixed(high ^ first);
-    turn = static_cast<uint32_t>(step_count % WINDOW) * 0x9e379e37u;
-  }
-};
-
-// 32 random bits for each element from `begin` on, in whole vectors.
-inline void make_noise(int64_t begin, int64_t n, const NoiseKey& key, uint32_t* out) {
+// 32 random bits for each element from `begin` on, in whole vectors; the high word of begin + i must not change.
+inline void make_noise_of_a_turn(int64_t begin, int64_t n, int64_t key, int64_t step_count, uint32_t* out) {
+  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
+  const uint32_t first = mixed(mixed(low + static_cast<uint32_t>(step_count / WINDOW) * 0x9e3779b1u) ^
+                               static_cast<uint32_t>(begin >> 32));
+  const uint32_t second = mixed(high ^ first), turn = static_cast<uint32_t>(step_count % WINDOW) * 0x9e379e37u;
   Words product;
   for (int j = 0; j < WIDTH; ++j) product[j] = (static_cast<uint32_t>(begin) + j) * 0x9e3779b1u;
   for (int64_t i = 0; i < n; i += WIDTH, product += WIDTH * 0x9e3779b1u) {
-    Words x = product ^ key.first;
-    x = (x ^ (x >> 16)) * 0x7feb352du + key.second;
+    Words x = product ^ first;
+    x = (x ^ (x >> 16)) * 0x7feb352du + second;
     x = (x ^ (x >> 15)) * 0x846ca68bu;
-    x = (x ^ (x >> 16)) + key.turn;
+    x = (x ^ (x >> 16)) + turn;
     std::memcpy(out + i, &x, sizeof(x));
   }
+}
+
+// `out` has room for a vector more than n.
+inline void make_noise(int64_t begin, int64_t n, int64_t key, int64_t step_count, uint32_t* out) {
+  const int64_t left = (((begin >> 32) + 1) << 32) - begin;
+  make_noise_of_a_turn(begin, n < left ? n : left, key, step_count, out);
+  if (n > left) make_noise_of_a_turn(begin + left, n - left, key, step_count, out + left);
 }
 
 // Codes. f(quantum's first element, where its codes lie): the last quantum's in a copy that is whole.

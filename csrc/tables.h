@@ -46,6 +46,7 @@ struct TensorRow {
   uint32_t* v_scale;  // the same of v
   int16_t* remainder;  // what a bfloat16 parameter lacks of its float32, with exact rounding
   int64_t noise_key;
+  int64_t first;  // the place of element 0 in the whole parameter, of which a part may lie here
 };
 
 constexpr int COLUMNS = sizeof(TensorRow) / sizeof(int64_t);
@@ -110,7 +111,7 @@ inline TensorRow row_of(const Bucket& bucket, int64_t i) {
           reinterpret_cast<void*>(c[2][i]), reinterpret_cast<void*>(c[3][i]),
           reinterpret_cast<float*>(c[4][i]), c[5][i], c[6][i], c[7][i],
           reinterpret_cast<float*>(c[8][i]), reinterpret_cast<uint32_t*>(c[9][i]),
-          reinterpret_cast<int16_t*>(c[10][i]), c[11][i]};
+          reinterpret_cast<int16_t*>(c[10][i]), c[11][i], c[12][i]};
 }
 
 }  // namespace NGN_ISA

@@ -37,11 +37,15 @@ def noise_key(parameter: int) -> int:
     return both - (1 << 64) if both >= 1 << 63 else both
 
 
-def noise(key: int, step: Tensor, numel: int) -> Tensor:
-    """32 random bits, in an int64, for each element of a parameter that has taken `step` steps."""
-    index = torch.arange(numel, device=step.device)
+def noise(key: int, step: Tensor, numel: int, first: int = 0) -> Tensor:
+    """32 random bits, in an int64, for each element of a parameter that has taken `step` steps.
+
+    Args:
+        first: the place of the first one, where a part of the parameter lies here.
+    """
+    index = torch.arange(first, first + numel, device=step.device)
     count = step.to(torch.int64) + 1
-    high: Any = index >> 32 if numel > 1 << 32 else 0
+    high: Any = index >> 32 if first + numel > 1 << 32 else 0
     first = mixed(mixed((key & WORD) + count // WINDOW * 0x9E3779B1 & WORD) ^ high)
     second = mixed((key >> 32 & WORD) ^ first)
     x = (index & WORD) * 0x9E3779B1 & WORD ^ first

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from .checks import check_gradient, check_overlap, check_param, has_memory, is_dense
 from .formats import REMAINDER, Storage, narrow_format, noise_key, rounding_of, scale_key
 from .rules import Rule
-from .shards import is_sharded, local, placed_like, same_placement
+from .shards import first_element, is_sharded, local, placed_like, same_placement
 from .signature import (
     EMPTY_ADDRESS,
     SAME,
@@ -95,6 +95,7 @@ class Row:
     def __init__(self, of: Participant, state: dict[str, Any], rule: Rule) -> None:
         self.param, self.group, self.label, self.copies, number = of
         self.noise_key = noise_key(number)
+        self.first = first_element(self.param)
         self.state = state
         self.local = local(self.param)
         # A parameter with gaps in memory is worked on in a dense copy and written back.
@@ -177,6 +178,7 @@ class Bucket:
             Column.V_SCALE: [_address(row.v_scale) for row in rows],
             Column.REMAINDER: [_address(row.remainder) for row in rows],
             Column.NOISE_KEY: [row.noise_key for row in rows],
+            Column.FIRST: [row.first for row in rows],
             Column.STEP: [row.step.data_ptr() for row in rows],
             Column.NUMEL: [row.x.numel() for row in rows],
             Column.GROUP: [row.group for row in rows],

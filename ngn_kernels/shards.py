@@ -36,6 +36,11 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     )
 
 
+def first_element(tensor: Tensor) -> int:
+    """The place, in the whole parameter, of the first element that lies here."""
+    return 0
+
+
 def copies(tensor: Tensor) -> int:
     """How many ranks of a DTensor's mesh hold the same elements."""
     spec: Any = tensor

@@ -27,7 +27,7 @@ from .formats import (
     scale_key,
 )
 from .rules import RULES, Rule
-from .shards import is_sharded, like, local, placed_like, same_placement
+from .shards import first_element, is_sharded, like, local, placed_like, same_placement
 
 STATE_KEYS = ("momentum_buffer", "exp_avg_sq")
 
@@ -263,7 +263,7 @@ def put(
         local(state[key]).copy_(local(placed))
         return
     values = buffer_like(param, torch.float32).copy_(values).add_(0.0)  # which makes 0 of -0
-    random = noise(noise_key(number), state["step"], param.numel())
+    random = noise(noise_key(number), state["step"], param.numel(), first_element(param))
     state[key], scale = encoded(values, random, form)
     if scale is not None:
         state[scale_key(key)] = scale

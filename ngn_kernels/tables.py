@@ -19,7 +19,7 @@ from .transfer import is_capturing, numbers_of
 
 class Column(IntEnum):
     """Of a bucket's table, one row per parameter: where its tensors lie, its size, its group,
-    and on how many ranks the same elements lie."""
+    on how many ranks the same elements lie, and what its noise begins with."""
 
     X = 0
     G = 1
@@ -33,6 +33,7 @@ class Column(IntEnum):
     V_SCALE = 9
     REMAINDER = 10
     NOISE_KEY = 11
+    FIRST = 12  # the place of its first element in the whole parameter
 
 
 class GroupColumn(IntEnum):

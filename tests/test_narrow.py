@@ -74,8 +74,9 @@ def through(form: Format, values: Tensor, number: int = 3, step: int = 5) -> Ten
     return form.decode(code, scale)
 
 
-def noise_of(values: Tensor, number: int, step: int) -> Tensor:
-    return formats.noise(formats.noise_key(number), torch.tensor(float(step)), values.numel())
+def noise_of(values: Tensor, number: int, step: int, first: int = 0) -> Tensor:
+    key, count = formats.noise_key(number), torch.tensor(float(step))
+    return formats.noise(key, count, values.numel(), first)
 
 
 # Codes
@@ -92,15 +93,16 @@ def test_the_engine_has_the_same_bits(isa: str, key: str, name: str, values: str
     before = _cpu.isa()
     _cpu.use_isa(isa)
     try:
-        for number, step in ((0, 0), (7, 62), (7, 63), (2**33 + 5, 100_000)):
-            code, scale = form.encode(given, noise_of(given, number, step))
+        places = (0, 0, 0), (7, 62, 64), (7, 63, 2**32 - 77), (2**33 + 5, 100_000, 2**40 + 3)
+        for number, step, first in places:
+            code, scale = form.encode(given, noise_of(given, number, step, first))
             data = torch.zeros_like(code)
             scales = torch.zeros(0 if scale is None else len(scale), dtype=torch.int32)
             kind = getattr(_cpu.DType, str(form.storage).removeprefix("torch."))
             as_bytes = data.view(torch.uint8 if data.itemsize == 1 else torch.int16).numpy()
             _cpu.encode(
                 given.numpy(), as_bytes, scales.numpy(), kind, rounding,
-                formats.noise_key(number), step + 1,
+                formats.noise_key(number), step + 1, first,
             )  # fmt: skip
             assert torch.equal(data, code)
             assert scale is None or torch.equal(scales, scale.view(torch.int32))

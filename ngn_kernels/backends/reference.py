@@ -181,7 +181,7 @@ class Held:
             return
         values = torch.empty_like(self.data, dtype=torch.float32)
         values.copy_(torch.where(fits, new, self.old))
-        random = noise(self.row.noise_key, self.row.step, values.numel())
+        random = noise(self.row.noise_key, self.row.step, values.numel(), self.row.first)
         code, scale = encoded(values, random, self.form)
         self.data.copy_(torch.where(go, code, self.data))
         if self.scale is not None and scale is not None:
@@ -209,7 +209,9 @@ class HeldParameter:
         keep = torch.where(go & fits, new, self.old)
         if self.rounding == "stochastic":
             values = torch.empty_like(x, dtype=torch.float32).copy_(keep)
-            random = other_noise(noise(self.row.noise_key, self.row.step, x.numel()))
+            random = other_noise(
+                noise(self.row.noise_key, self.row.step, x.numel(), self.row.first)
+            )
             to_half = stochastic_bfloat16 if x.dtype == torch.bfloat16 else stochastic_float16
             in_memory_order(x).copy_(to_half(in_memory_order(values), random))
         elif self.rounding == "exact":

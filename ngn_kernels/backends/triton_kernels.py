@@ -28,7 +28,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 X, G, M, V = (tl.constexpr(int(c)) for c in (Column.X, Column.G, Column.M, Column.V))
 STEP, NUMEL = tl.constexpr(int(Column.STEP)), tl.constexpr(int(Column.NUMEL))
 GROUP, COPIES = tl.constexpr(int(Column.GROUP)), tl.constexpr(int(Column.COPIES))
-NOISE_KEY = tl.constexpr(int(Column.NOISE_KEY))
+NOISE_KEY, FIRST = tl.constexpr(int(Column.NOISE_KEY)), tl.constexpr(int(Column.FIRST))
 REMAINDER = tl.constexpr(int(Column.REMAINDER))
 M_SCALE, V_SCALE = tl.constexpr(int(Column.M_SCALE)), tl.constexpr(int(Column.V_SCALE))
 LR, BETA1 = tl.constexpr(int(GroupColumn.LR)), tl.constexpr(int(GroupColumn.BETA1))
