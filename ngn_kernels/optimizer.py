@@ -136,6 +136,7 @@ class NGNOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._tables: dict[torch.device, DeviceTables] = {}
         self._home: DeviceTables | None = None
+        self._talk: Exchange | None = None
         self._momentum = False
         self._checked: Any = None
 
@@ -330,9 +331,13 @@ class NGNOptimizer(Optimizer):
             return given
 
     def _exchange(self, group: Any) -> Exchange:
-        """Of this step; messages begin and end where the first parameter lies."""
-        home = any_device(self.param_groups)
-        return Exchange(self._ranks, group, type(self).__name__, home)
+        """With the ranks of a group; messages begin and end where the first parameter lies."""
+        home, talk = any_device(self.param_groups), self._talk
+        if talk is None or talk.group is not group or talk.home != home:
+            talk = self._talk = Exchange(self._ranks, group, type(self).__name__, home)
+            talk.check_loss = self._check_height
+        talk.begin()
+        return talk
 
     def _prepare(
         self, closure: Callable[[], Any] | None, loss: Any, exchange: Exchange | None
@@ -361,7 +366,6 @@ class NGNOptimizer(Optimizer):
             device.inputs.send()
         if exchange is not None:
             exchange.agreement = self._agreement(plan, values, device_lrs)
-            exchange.check_loss = self._check_height
             exchange.has_gradients = has_gradients(self.param_groups)
         return given, value, plan
 

@@ -132,10 +132,26 @@ class Addresses:
 
 
 def select(tensor: FakeTensor, index: Any) -> Tensor:
+    """Numbers and slices without a step, as torch would on a CUDA build."""
     result: Tensor = tensor
+    kept = 0
     for i in index if isinstance(index, tuple) else (index,):
-        result = result.select(0, i)
+        if isinstance(i, slice):
+            first, end, _ = i.indices(result.shape[kept])
+            result = result.narrow(kept, first, end - first)
+            kept += 1
+        else:
+            result = result.select(kept, i)
     return result
+
+
+def assign(tensor: FakeTensor, index: Any, value: Any) -> None:
+    """Torch's own reads no tensor either."""
+    part = select(tensor, index)
+    if isinstance(value, Tensor):
+        part.copy_(value)
+    else:
+        part.fill_(value)
 
 
 class FakeGPU:
@@ -155,8 +171,8 @@ class FakeGPU:
         self._arrived: dict[int, list[int]] = {}
         addresses = Addresses()
         monkeypatch.setattr(FakeTensor, "__invert__", lambda t: aten.bitwise_not.default(t))
-        # Torch's own __setitem__ needs a CUDA build: an assignment to an element raises here.
         monkeypatch.setattr(FakeTensor, "__getitem__", select)
+        monkeypatch.setattr(FakeTensor, "__setitem__", assign)
         monkeypatch.setattr(FakeTensor, "copy_", lambda *args, **kw: self._copy(*args, **kw))
         monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: self._read(tensor))
         monkeypatch.setattr(FakeTensor, "numpy", self._host_memory)
