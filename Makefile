@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 CREATED := $(VENV)/.created
 BUILT := $(VENV)/.built
 TRAINERS := .venv-trainers
+RIVALS := .venv-rivals
 SOURCES := $(wildcard csrc/*) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu lint types bench bench-suite readme readme-check sanitize aarch64 package clean
+.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu lint types bench bench-suite readme readme-check reference sanitize aarch64 package clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
@@ -20,6 +21,7 @@ help:
 	@echo "make test-trainers HF Trainer, Accelerate, TRL, Lightning and Ignite (2 minutes)"
 	@echo "make lint types   ruff and mypy"
 	@echo "make bench-suite  the pytest-benchmark suite"
+	@echo "make reference    measure what README and docs/speed.md show, on a quiet machine (6 minutes)"
 	@echo "make readme       README's table and picture from bench/results"
 	@echo "make readme-check fails if they do not match"
 	@echo "make sanitize     the CPU tests under the address and undefined-behaviour sanitizers"
@@ -69,6 +71,16 @@ bench: $(BUILT)
 bench-suite: $(BUILT)
 	$(BIN)/python -m pytest -q bench --benchmark-only
 
+# The first run compiles what DeepSpeed brings as source, which is no part of a step.
+reference: $(RIVALS)/.built
+	PATH="$(abspath $(RIVALS)/bin):$$PATH" $(RIVALS)/bin/python -m ngn_bench step \
+		--workload one:8192 --contenders adamw:deepspeed --seconds 1
+	$(RIVALS)/bin/python -m ngn_bench step --preset cpu-table --threads 2 --seconds 200 \
+		--json bench/results/reference.json
+	$(RIVALS)/bin/python -m ngn_bench train --preset loops --threads 2 \
+		--json bench/results/loops.json
+	$(BIN)/python -m ngn_bench.readme
+
 readme: $(BUILT)
 	$(BIN)/python -m ngn_bench.readme
 
@@ -96,15 +108,15 @@ $(BUILT): $(CREATED) $(SOURCES)
 		$(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	touch $@
 
-# The trainers live beside .venv, which they see, so that the other tests run without them.
-$(TRAINERS)/.built: $(BUILT) constraints.txt
-	$(PYTHON) -m venv $(TRAINERS)
+# Trainers and rivals live beside .venv, which they see, so that the other tests run without them.
+.venv-%/.built: $(BUILT) constraints.txt
+	$(PYTHON) -m venv .venv-$*
 	echo "import site; site.addsitedir('$$($(BIN)/python -c \
 		"import sysconfig; print(sysconfig.get_paths()['purelib'])")')" \
-		>"$$($(TRAINERS)/bin/python -c \
+		>"$$(.venv-$*/bin/python -c \
 		"import sysconfig; print(sysconfig.get_paths()['purelib'])")/beside.pth"
-	$(TRAINERS)/bin/pip install --quiet -c constraints.txt 'ngn_kernels[trainers]'
+	.venv-$*/bin/pip install --quiet -c constraints.txt 'ngn_kernels[$*]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) build dist *.egg-info ngn_kernels/*.so
+	rm -rf $(VENV) $(TRAINERS) $(RIVALS) build dist *.egg-info ngn_kernels/*.so

@@ -38,12 +38,27 @@ And how far from the best step size do these optimizers still train?
 
 DEFAULT_WORKLOADS = ("transformer++-70m", "resnet20")
 SMALL_MACHINE_WORKLOADS = ("resnet18", "resnet20")
+CPU_TABLE_ROWS = (
+    "ngnmdv1",
+    "ngnmdv1/bfloat16",
+    "ngnmdv1/8bit+bfloat16",
+    "ngnmdv1/8bit",
+    "ngnmdv1/bfloat16/exact@bfloat16",
+    "ngnm",
+    "ngnm/bfloat16",
+    "ngnm/8bit",
+    "ngnmdv2",
+    "ngnmdv2/bfloat16",
+    "ngnmdv2/8bit+bfloat16",
+    "ngnmdv2/8bit",
+    "ngn",
+)
 CPU_TABLE = (
-    ("transformer++-70m", ("ngnmdv1", "ngnm", "ngnmdv2", "ngn", "ngnmdv1:plain", "momo-adam")),
-    ("one:4M", ("ngnmdv1", "ngnm", "ngnmdv2", "ngn")),
-    ("one:1M", ("ngnmdv1", "ngnm", "ngnmdv2", "ngn")),
-    ("resnet20", ("ngnmdv1", "ngnm", "ngnmdv2", "ngn")),
-    ("many-small", ("ngnmdv1", "ngnm", "ngnmdv2", "ngn")),
+    ("transformer++-70m", (*CPU_TABLE_ROWS, "ngnmdv1:plain", "momo-adam", "rivals")),
+    ("one:4M", CPU_TABLE_ROWS),
+    ("one:1M", CPU_TABLE_ROWS),
+    ("resnet20", CPU_TABLE_ROWS),
+    ("many-small", CPU_TABLE_ROWS),
 )
 DEFAULT_JSON = Path("ngn-bench-step.json")
 DEFAULT_PLOT = Path("ngn-bench-step.png")
@@ -145,6 +160,22 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_format_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--state",
+        type=_names,
+        default=["float32"],
+        metavar="NAMES",
+        help="how NGN rules store m and v: float32, bfloat16, 8bit, 8bit+bfloat16, with commas",
+    )
+    parser.add_argument(
+        "--rounding",
+        choices=("nearest", "stochastic", "exact"),
+        default="nearest",
+        help="how they store parameters of 16 bits",
+    )
+
+
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument(
@@ -160,8 +191,10 @@ def _add_step(commands: Any) -> None:
         "turns, after checking each one's result on a small case.",
         epilog="Workloads: model names (resnet20, resnet18, vit-tiny, gpt2, transformer++-70m, …), "
         "many-small, one:64M, many:500x2K, or package.module:function for a model of your own. "
-        "Contenders: ngnmdv1 (fastest backend), ngnmdv1:cpu, adamw, adamw:fused, sgd:fused, "
-        "ngnmdv1:plain, momo, momo-adam, or the groups ngn-all, torch-all, momo-all, all. "
+        "Contenders: ngnmdv1 (fastest backend), ngnmdv1:cpu, ngnmdv1/8bit (its m and v), "
+        "ngnmdv1/bfloat16/exact@bfloat16 (on bfloat16 parameters), adamw, adamw:fused, sgd:fused, "
+        "ngnmdv1:plain, momo, momo-adam, or the groups ngn-all, torch-all, momo-all, rivals, all; "
+        "--list shows them. "
         f"Without options, results are also written to {DEFAULT_JSON} and {DEFAULT_PLOT}.",
     )
     parser.add_argument(
@@ -173,22 +206,13 @@ def _add_step(commands: Any) -> None:
         "--preset",
         choices=("default", "cpu-table"),
         default="default",
-        help="cpu-table: four rules on five workloads, as ratios to fused AdamW",
+        help="cpu-table: four rules and their formats on five workloads, as ratios to fused AdamW",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="show the contenders, and why some do not run here"
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
-    parser.add_argument(
-        "--state",
-        type=_names,
-        default=["float32"],
-        metavar="NAMES",
-        help="how NGN rules store m and v: float32, bfloat16, 8bit, 8bit+bfloat16, with commas",
-    )
-    parser.add_argument(
-        "--rounding",
-        choices=("nearest", "stochastic", "exact"),
-        default="nearest",
-        help="how they store parameters of 16 bits",
-    )
+    _add_format_options(parser)
     parser.add_argument(
         "--seconds", type=_positive(float), default=40.0, help="measuring time (default 40)"
     )
@@ -244,19 +268,7 @@ def _add_roofline(commands: Any) -> None:
         "shortest step that the memory allows for each rule.",
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16 or float64")
-    parser.add_argument(
-        "--state",
-        type=_names,
-        default=["float32"],
-        metavar="NAMES",
-        help="how NGN rules store m and v: float32, bfloat16, 8bit, 8bit+bfloat16, with commas",
-    )
-    parser.add_argument(
-        "--rounding",
-        choices=("nearest", "stochastic", "exact"),
-        default="nearest",
-        help="how they store parameters of 16 bits",
-    )
+    _add_format_options(parser)
     parser.add_argument(
         "--seconds", type=_positive(float), default=15.0, help="measuring time (default 15)"
     )
@@ -340,8 +352,8 @@ def _prepare_machine(args: argparse.Namespace) -> torch.device:
 
 
 def _find_dtype(name: str) -> torch.dtype:
+    from .contenders import DTYPES
     from .errors import unknown_name
-    from .step import DTYPES
 
     if name not in DTYPES:
         raise unknown_name("dtype", name, DTYPES)
@@ -365,8 +377,17 @@ def _run_step(args: argparse.Namespace) -> int:
     from . import plots, report
     from .environment import describe, machine_line
     from .step import Settings, StepResult, run_step
-    from .step_tables import not_run_lines, ratio_table, slower_lines, step_tables
+    from .step_tables import (
+        contender_table,
+        not_run_lines,
+        ratio_table,
+        slower_lines,
+        step_tables,
+    )
 
+    if args.list:
+        report.print_table(contender_table(device))
+        return 0
     if not (args.workload or args.shapes or args.contenders or args.preset != "default"):
         args.json = args.json or DEFAULT_JSON
         args.plot = args.plot or DEFAULT_PLOT
@@ -403,10 +424,18 @@ def _run_step(args: argparse.Namespace) -> int:
     return _finish(result.interrupted, record["rows"])
 
 
+def _formats_given(args: argparse.Namespace) -> bool:
+    return (args.state, args.rounding) != (["float32"], "nearest")
+
+
 def _stored(contenders: list[Contender], args: argparse.Namespace) -> list[Contender]:
     """Each contender once, and those of this library once for each `--state`."""
     from .contenders import stored_as
 
+    if not _formats_given(args):
+        return contenders
+    if any("/" in contender.name for contender in contenders):
+        raise BenchError("--contenders names formats already; leave out --state and --rounding")
     each = [stored_as(c, state, args.rounding) for c in contenders for state in args.state]
     return list({contender.name: contender for contender in each}.values())
 
@@ -431,7 +460,7 @@ def _plan_step(
     args: argparse.Namespace, settings: Settings
 ) -> tuple[list[tuple[Workload, list[Contender]]], dict[str, dict[str, str]]]:
     """Workloads with their contenders, and the contenders left out by default with the reason."""
-    from .contenders import select
+    from .contenders import is_reference, select
     from .environment import fastest_backend
     from .step import SLOW_REFERENCE_PARAMETERS, require_memory
     from .workloads import find_workload, read_shapes
@@ -439,8 +468,10 @@ def _plan_step(
     backend = fastest_backend(settings.device, settings.dtype)
     left_out: dict[str, dict[str, str]] = {}
     if args.preset == "cpu-table":
-        if args.workload or args.shapes or args.contenders:
-            raise BenchError("--preset cpu-table fixes workloads and contenders; leave those out")
+        if args.workload or args.shapes or args.contenders or _formats_given(args):
+            raise BenchError(
+                "--preset cpu-table fixes workloads, contenders and their formats; leave those out"
+            )
         return [
             (find_workload(name), select(names, backend, args.compiled))
             for name, names in CPU_TABLE
@@ -452,7 +483,7 @@ def _plan_step(
         chosen = select(["all"], backend, args.compiled)
         if workload.parameters <= SLOW_REFERENCE_PARAMETERS or backend == "reference":
             return workload, chosen
-        slow = [contender for contender in chosen if contender.name.endswith(":reference")]
+        slow = [contender for contender in chosen if is_reference(contender.name)]
         reason = (
             f"left out by default over {SLOW_REFERENCE_PARAMETERS // 10**6}M parameters; "
             "--contenders all measures them"
@@ -522,7 +553,9 @@ def _run_roofline(args: argparse.Namespace) -> int:
     environment = describe(device)
     print(machine_line(environment))
     with report.progress_bar("measuring") as progress:
-        result = roofline.run_roofline(device, dtype, args.seconds, largest, progress)
+        result = roofline.run_roofline(
+            device, dtype, args.seconds, largest, progress, args.state, args.rounding
+        )
     record = report.as_plain(report.record("roofline", args.command, environment, **result))
     for table in roofline.roofline_tables(record):
         report.print_table(table)

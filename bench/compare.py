@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .contenders import BASELINE, CONTENDERS
+from .contenders import BASELINE
 from .errors import BenchError
 from .report import INTERRUPTED_NOTE, Column, Table, duration, spread
 
@@ -73,7 +73,7 @@ def compare(
 
 def _compare(old: dict[str, Any], new: dict[str, Any], threshold: float, metric: str) -> Comparison:
     old_rows, new_rows = _timed_rows(old, metric), _timed_rows(new, metric)
-    failures = _failures(new)
+    failures = _failures(old_rows, new)
     broken = [
         f"no longer timed: {_name(key)}: {failures[key]}"
         for key in old_rows
@@ -118,21 +118,31 @@ def _timed_rows(record: dict[str, Any], metric: str) -> Rows:
     }
 
 
-def _failures(record: dict[str, Any]) -> dict[Key, str]:
+def _failures(old_rows: Rows, record: dict[str, Any]) -> dict[Key, str]:
     """Contenders that were asked for and gave no time, with the reason."""
     failures = {
         _key(row): row["note"]
         for row in record["rows"]
         if row["time"] is None and row["note"] != INTERRUPTED_NOTE
     }
-    names = {contender.label: contender.name for contender in CONTENDERS.values()}
-    for workload, reasons in record.get("not_run", {}).items():
-        # Every row of a workload has the same dtype and device.
-        sample = next((row for row in record["rows"] if row["workload"] == workload), None)
-        for label, reason in reasons.items():
-            if sample is not None and label in names:
-                failures[_key(sample, names[label])] = reason
+    # What could not even run has no row, only a label: it is found by the old one's.
+    runs = {
+        (row["workload"], row["dtype"], row["device"])
+        for row in record["rows"]
+        if not _own_dtype(row)
+    }
+    refused = record.get("not_run", {})
+    for key, row in old_rows.items():
+        reason = refused.get(row["workload"], {}).get(row["label"])
+        same_run = (row["workload"], row["dtype"], row["device"]) in runs
+        if reason is not None and (same_run or _own_dtype(row)):
+            failures[key] = reason
     return failures
+
+
+def _own_dtype(row: dict[str, Any]) -> bool:
+    """Whether a contender has its parameters in a dtype of its own, which its label says."""
+    return "@" in row["contender"]
 
 
 def _value(row: dict[str, Any], metric: str) -> float:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
+import logging
+import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +18,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import ngn_kernels
+from ngn_kernels.formats import ROUNDINGS
 
 from .environment import BACKENDS
-from .errors import unknown_name
+from .errors import BenchError, unknown_name
 from .plain_torch import PlainNGNMDv1
-from .traffic import PASSES, Passes
+from .traffic import PASSES, Passes, format_words, narrowed, storage_of, stored
 from .variants import NGN_VARIANTS, NGNVariant
 
 Build = Callable[..., Optimizer]
 
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 BASELINE = "adamw:fused"
 ITSELF = "itself"
+FLOAT32_CORRECTION = 100.0  # 1 − β₂ᵗ in float32 costs two or three digits
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,8 @@ class Contender:
     float64 and called `truth` in tables. `unfused` code has its traffic counted from the operators
     that it calls; `rounds_once` is false where half precision is rounded at each of them. `slack`
     multiplies the tolerance of the check. Of `coded` state only what it does to parameters is checked.
+    What `opaque` code moves is not known. `dtype` is that of its parameters and gradients where it is
+    not the run's. `package` must be installed, and `rival` says that no group but its own has it.
     """
 
     name: str
@@ -49,6 +63,14 @@ class Contender:
     rounds_once: bool = True
     slack: float = 1.0
     coded: bool = False
+    opaque: bool = False
+    dtype: torch.dtype | None = None
+    package: str = ""
+    rival: bool = False
+
+    def dtype_in(self, run: torch.dtype) -> torch.dtype:
+        """Of its parameters, in a run with those of `run`."""
+        return self.dtype or run
 
     def step_function(self, optimizer: Optimizer) -> Callable[[Tensor], object]:
         """One whole `step()` for a loss, as a training loop would call it."""
@@ -73,16 +95,41 @@ def _build_torch(optimizer: type[Optimizer], **fixed: Any) -> Build:
     return lambda params, **options: optimizer(params, **fixed, **options)
 
 
-def _build_momo(class_name: str) -> Build:
+def _build_from(package: str, module: str, class_name: str, **fixed: Any) -> Build:
+    """An optimizer of a package that is imported when it is built."""
+
     def build(params: list[Tensor], **options: Any) -> Optimizer:
-        try:
-            factory = getattr(importlib.import_module("momo"), class_name)
-        except ImportError:
-            raise RuntimeError("momo-opt is not installed: pip install momo-opt") from None
-        optimizer: Optimizer = factory(params, **options)
+        if missing := missing_package(package):
+            raise RuntimeError(missing)
+        logging.getLogger(package).setLevel(logging.ERROR)  # of kernels for GPUs that are not here
+        factory = getattr(importlib.import_module(module), class_name)
+        optimizer: Optimizer = factory(params, **fixed, **options)
         return optimizer
 
     return build
+
+
+# Of each package that is not installed with the library: the module that shows it is there, and
+# the extra that brings it.
+MODULES = {
+    "momo-opt": ("momo", "bench"),
+    "torchao": ("torchao", "rivals"),
+    "bitsandbytes": ("bitsandbytes", "rivals"),
+    "deepspeed": ("deepspeed", "rivals"),
+}
+
+
+def missing_package(package: str) -> str:
+    """How to install a package that is not there; empty if it is, or none is needed."""
+    if not package:
+        return ""
+    module, extra = MODULES[package]
+    try:
+        if importlib.util.find_spec(module) is not None:
+            return ""
+    except ValueError:  # sys.modules says that there is none
+        pass
+    return f"{package} is not installed: pip install 'ngn_kernels[{extra}]'"
 
 
 def _all_contenders() -> Iterable[Contender]:
@@ -126,8 +173,7 @@ def _all_contenders() -> Iterable[Contender]:
             unfused=name in ("foreach", "for-loop"),
             compiled=name == "compiled",
             rounds_once=name == "fused",
-            # Compiled code takes 1 − β₂ᵗ in float32, which costs it two or three digits.
-            slack=100.0 if name == "compiled" else 1.0,
+            slack=FLOAT32_CORRECTION if name == "compiled" else 1.0,
         )
     yield Contender(
         "sgd:fused",
@@ -145,38 +191,78 @@ def _all_contenders() -> Iterable[Contender]:
             name,
             f"{rule} · momo-opt",
             PASSES[rule],
-            _build_momo(class_name),
+            _build_from("momo-opt", "momo", class_name),
             uses_loss=True,
             unfused=True,
+            package="momo-opt",
         )
+    yield from _rivals()
+
+
+def _rivals() -> Iterable[Contender]:
+    """Other people's AdamW, with m and v in 8 bits or made for the CPU."""
+    # A byte of each, and a float32 for every 256.
+    blocks = narrowed(PASSES["AdamW"], "mv", 1 + 4 / 256)
+    for package in ("torchao", "bitsandbytes"):
+        yield Contender(
+            f"adamw8bit:{package}",
+            f"AdamW 8-bit · {package}",
+            blocks,
+            _build_from(package, f"{package}.optim", "AdamW8bit"),
+            opaque=True,
+            package=package,
+            rival=True,
+        )
+    yield Contender(
+        "adamw:deepspeed",
+        "AdamW · DeepSpeed",
+        dataclasses.replace(PASSES["AdamW"], wide_state=True),
+        _build_deepspeed,
+        _build_torch(torch.optim.AdamW, foreach=False),
+        "for-loop",
+        slack=FLOAT32_CORRECTION,
+        package="deepspeed",
+        rival=True,
+    )
+
+
+def _build_deepspeed(params: list[Tensor], **options: Any) -> Optimizer:
+    """DeepSpeed's CPU kernel, which it compiles when it is first asked for."""
+    # It would write of what it finds between our lines.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    build = _build_from("deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam", weight_decay=1e-2)
+    return build(params, **options)
 
 
 def stored_as(contender: Contender, state: str, rounding: str) -> Contender:
-    """An NGN rule with m and v in other formats ("8bit+bfloat16" names both), or x rounded so."""
-    from ngn_kernels.formats import FORMATS
+    """An NGN rule with m and v in other formats ("8bit+bfloat16" names both), or x rounded so.
 
-    if not is_ngn(contender.name) or (state, rounding) == ("float32", "nearest"):
+    It is named by the formats of the columns that it has.
+    """
+    storage = storage_of(state, rounding)
+    words = format_words(contender.passes, storage)
+    if not words or not is_ngn(contender.name):
         return contender
-    m, _, v = state.partition("+")
-    pair = (m, v or m)
-    for name in pair:
-        if name not in FORMATS["exp_avg_sq"]:
-            raise unknown_name("state", name, list(FORMATS["exp_avg_sq"]), "Two: 8bit+bfloat16.")
-    narrow = {
-        stream: named[name].bytes
-        for stream, named, name in zip("mv", FORMATS.values(), pair, strict=True)
-        if name != "float32"
-    }
-    if rounding == "exact":
-        narrow["x"] = 2
-    words = [word for word in (state, rounding) if word not in ("float32", "nearest")]
     return dataclasses.replace(
         contender,
         name="/".join([contender.name, *words]),
         label=" · ".join([contender.label, *words]),
-        passes=dataclasses.replace(contender.passes, narrow=narrow),
-        build=functools.partial(contender.build, state=pair, rounding=rounding),
+        passes=stored(contender.passes, storage),
+        build=functools.partial(contender.build, state=storage.given, rounding=rounding),
         coded=True,
+    )
+
+
+def _with_dtype(contender: Contender, dtype: str) -> Contender:
+    """The contender on parameters of this type, whatever the others have."""
+    if dtype not in DTYPES:
+        raise unknown_name("dtype", dtype, DTYPES)
+    return dataclasses.replace(
+        contender,
+        name=f"{contender.name}@{dtype}",
+        label=f"{contender.label} · on {dtype}",
+        dtype=DTYPES[dtype],
     )
 
 
@@ -187,22 +273,49 @@ def select(names: Iterable[str], backend: str, compiled: bool = False) -> list[C
     """Contenders for command-line names, in the registry's order, always with the baseline.
 
     `ngnmdv1` is that rule on `backend`; `adamw` all of its forms; `ngn-all`, `torch-all`,
-    `momo-all` and `all` are groups. Compiled forms belong to no group; `compiled` adds them.
+    `momo-all`, `rivals` and `all` are groups. `ngnmdv1/8bit`, `/8bit+bfloat16`, `/bfloat16/exact`
+    say how its numbers are stored, and `@bfloat16` what its parameters are. Compiled forms and
+    rivals do not belong to `all`; `compiled` adds the former.
     """
-    chosen = {BASELINE}
+    chosen = {BASELINE: CONTENDERS[BASELINE]}
     for name in names:
-        chosen.update(_expand(name.lower(), backend))
-    return [
-        contender
-        for name, contender in CONTENDERS.items()
-        if name in chosen or (compiled and contender.compiled)
-    ]
+        chosen.update((c.name, c) for c in _find(name.lower(), backend))
+    if compiled:
+        chosen.update((c.name, c) for c in CONTENDERS.values() if c.compiled)
+    order = list(CONTENDERS)
+    return sorted(chosen.values(), key=lambda contender: order.index(base_name(contender.name)))
+
+
+def _find(name: str, backend: str) -> Iterable[Contender]:
+    """The contenders of one name, with the formats and the dtype that it gives them."""
+    formats, at, dtype = name.partition("@")
+    base, *words = formats.split("/")
+    roundings = [word for word in words if word in ROUNDINGS]
+    states = [word for word in words if word not in ROUNDINGS]
+    if len(roundings) > 1 or len(states) > 1:
+        raise BenchError(f"{name!r} names two formats; write ngnmdv1/8bit+bfloat16 for m and v")
+    for expanded in _expand(base, backend):
+        contender = CONTENDERS[expanded]
+        if words and not is_ngn(expanded):
+            raise BenchError(f"{name!r}: only NGN rules have formats, and {expanded} is none")
+        contender = stored_as(contender, *(states or ["float32"]), *(roundings or ["nearest"]))
+        yield _with_dtype(contender, dtype) if at else contender
+
+
+def base_name(name: str) -> str:
+    """The registered contender of a name that may go on with formats and a dtype."""
+    return re.split("[/@]", name, maxsplit=1)[0]
 
 
 def is_ngn(name: str) -> bool:
     """Whether a contender is this library's: an NGN rule on one of its backends."""
-    rule, _, form = name.partition("/")[0].partition(":")
+    rule, _, form = base_name(name).partition(":")
     return rule in NGN_VARIANTS and form in BACKENDS
+
+
+def is_reference(name: str) -> bool:
+    """Whether a contender is an NGN rule on the reference backend."""
+    return base_name(name).endswith(":reference")
 
 
 def _expand(name: str, backend: str) -> list[str]:
@@ -216,6 +329,7 @@ def _expand(name: str, backend: str) -> list[str]:
         "all": lambda _: True,
         "torch-all": lambda contender: contender.name.startswith(("adamw", "sgd")),
         "momo-all": lambda contender: contender.name.startswith("momo"),
+        "rivals": lambda contender: True,
         "adamw": lambda contender: contender.name.startswith("adamw"),
         "sgd": lambda contender: contender.name.startswith("sgd"),
     }
@@ -225,11 +339,13 @@ def _expand(name: str, backend: str) -> list[str]:
             name,
             [*NGN_VARIANTS, "ngn-all", *groups, *CONTENDERS],
             "A rule is measured on the fastest backend that runs; ngnmdv1:reference asks for one "
-            f"({', '.join(BACKENDS)}). Groups: ngn-all, torch-all, momo-all, all.",
+            f"({', '.join(BACKENDS)}). Groups: ngn-all, torch-all, momo-all, rivals, all.",
             [*NGN_VARIANTS, *(name for name in CONTENDERS if not is_ngn(name))],
         )
     return [
         contender.name
         for contender in CONTENDERS.values()
-        if groups[name](contender) and not contender.compiled
+        if groups[name](contender)
+        and not contender.compiled
+        and contender.rival == (name == "rivals")
     ]

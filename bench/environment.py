@@ -27,6 +27,9 @@ PACKAGES = (
     "pytorch_optimizer",
     "MomSPS",
     "scikit-learn",
+    "torchao",
+    "bitsandbytes",
+    "deepspeed",
     "matplotlib",
     "rich",
 )

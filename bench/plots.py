@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .contenders import BASELINE, is_ngn
+from .contenders import BASELINE, base_name, is_ngn, is_reference
 from .environment import machine_line
 from .errors import BenchError
 from .report import duration, rows_of, workload_names
@@ -65,24 +65,26 @@ def save(figure: Figure, path: Path, record: dict[str, Any]) -> None:
 
 
 def plot_step(record: dict[str, Any], path: Path) -> None:
-    """Bars of relative time with a line at fused AdamW, on one scale; longer ones are cut."""
-    panels = [
-        rows
+    """A panel of bars for each workload, with a line for each contender through all of them."""
+    panels = {
+        workload: {row["contender"]: row for row in rows}
         for workload in workload_names(record)
         if (rows := headline_rows(rows_of(record, workload)))
-    ]
+    }
     if not panels:
         raise BenchError("nothing was measured against fused AdamW, so there is nothing to plot")
-    across = min(len(panels), 3 if len(panels) > 4 else 2)
-    lines = [panels[i : i + across] for i in range(0, len(panels), across)]
-    heights = [max(len(rows) for rows in line) for line in lines]
-    figure = _figure(max(7.5, 5.0 * across), 1.1 + sum(0.28 * h + 0.65 for h in heights))
-    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.08)  # type: ignore[union-attr,call-arg]
-    grid = figure.add_gridspec(len(lines), across, height_ratios=[h + 1.6 for h in heights])
-    for i, line in enumerate(lines):
-        for j, rows in enumerate(line):
-            axes = figure.add_subplot(grid[i, j])
-            _ratio_panel(axes, sorted(rows, key=lambda row: -row["ratio"]), record)
+    labels = {name: row["label"] for rows in panels.values() for name, row in rows.items()}
+    names = sorted(labels, key=lambda name: (name != BASELINE, not is_ngn(name)))
+    height = 0.26 * len(names)
+    figure = _figure(3.6 + 2.3 * max(2, len(panels)), 2.0 + height)
+    all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, rows in zip(all_axes, panels.values(), strict=True):
+        _ratio_panel(axes, names, rows, record)
+    first = all_axes[0]
+    first.set_ylim(len(names) - 0.4, -0.6)
+    first.set_yticks(range(len(names)), [labels[name] for name in names])
+    for label, name in zip(first.get_yticklabels(), names, strict=True):
+        label.set_fontweight("bold" if name == BASELINE else "normal")
     figure.suptitle(
         "Time of one optimizer step, relative to torch's fused AdamW",
         fontsize=13,
@@ -90,62 +92,79 @@ def plot_step(record: dict[str, Any], path: Path) -> None:
         color=INK,
     )
     handles = _step_legend(record, panels)
-    options: dict[str, Any] = {"handles": handles, "frameon": False, "fontsize": 9.5}
-    options |= {"title": machine_line(record["environment"]), "title_fontproperties": {"size": 9}}
-    if len(lines[-1]) < across:
-        corner = figure.add_subplot(grid[-1, -1])
-        corner.set_axis_off()
-        corner.legend(loc="center", alignment="left", labelspacing=0.9, **options)
-    else:
-        figure.legend(loc="outside lower center", ncols=3, **options)
+    title = machine_line(record["environment"])
+    figure.legend(
+        loc="outside lower center",
+        ncols=len(handles) if len(panels) > 3 else 2,
+        handles=handles,
+        frameon=False,
+        fontsize=9.5,
+        title=title,
+        title_fontproperties={"size": 9},
+    )
     save(figure, path, record)
 
 
-def _step_legend(record: dict[str, Any], panels: Sequence[Sequence[dict[str, Any]]]) -> list[Any]:
+def _step_legend(record: dict[str, Any], panels: dict[str, dict[str, dict[str, Any]]]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    shown = [row for rows in panels.values() for row in rows.values()]
+    colours = {_bar_colour(row) for row in shown}
+    named = {
+        FASTER: "NGN, faster than fused AdamW",
+        SLOWER: "NGN, slower",
+        MUTED: "fused AdamW",
+        PALE: "others",
+    }
     handles: list[Any] = [
-        Patch(color=FASTER, label="NGN, faster than fused AdamW"),
-        Patch(color=SLOWER, label="NGN, slower"),
-        Patch(color=MUTED, label="fused AdamW"),
-        Patch(color=PALE, label=f"others; bars are cut at {CUT:g}×"),
+        Patch(color=colour, label=label) for colour, label in named.items() if colour in colours
     ]
-    if any(not _in_cache(rows[0], record) for rows in panels):
+    if any(not _in_cache(row, record) for row in shown):
         label = "the rule's bytes at memory speed"
         handles.append(Line2D([], [], color=INK, marker="|", ls="", ms=9, mew=1.8, label=label))
     return handles
 
 
-def _ratio_panel(axes: Axes, rows: Sequence[dict[str, Any]], record: dict[str, Any]) -> None:
-    """One workload: bars by ratio, with ratio and time at the right."""
-    baseline = next(row["time"]["median"] for row in rows if row["contender"] == BASELINE)
+def _ratio_panel(
+    axes: Axes, names: Sequence[str], rows: dict[str, dict[str, Any]], record: dict[str, Any]
+) -> None:
+    """One workload: a bar for each name that has a row, with its ratio; longer ones are cut."""
+    baseline = rows[BASELINE]
     speed = memory_speed(record["memory_bandwidth"])
-    for position, row in enumerate(rows):
+    for position, name in enumerate(names):
+        if position and base_name(name) != base_name(names[position - 1]):
+            axes.axhline(position - 0.5, color=PALE, lw=0.6)
+        row = rows.get(name)
+        if row is None:
+            continue
         axes.barh(position, min(row["ratio"], CUT), height=0.7, color=_bar_colour(row))
         if row["ratio"] > CUT:
             _cut_bar(axes, position)
         if speed and not _in_cache(row, record):
-            floor = row["bytes_floor"] * row["parameters"] / speed / baseline
+            floor = row["bytes_floor"] * row["parameters"] / speed / baseline["time"]["median"]
             axes.plot([floor, floor], [position - 0.35, position + 0.35], color=INK, lw=1.8)
+        axes.annotate(
+            f"{row['ratio']:.{2 if row['ratio'] < 9.995 else 1}f}",
+            (CUT, position),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+            weight="bold" if name == BASELINE else "normal",
+        )
     axes.axvline(1, color=INK, lw=1, ls="--")
     axes.set_xlim(0, CUT)
-    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xticks(list(RATIO_TICKS), list(RATIO_TICKS.values()))
-    axes.set_yticks(range(len(rows)), [row["label"] for row in rows])
-    numbers = axes.twinx()
-    numbers.set_ylim(axes.get_ylim())
-    numbers.set_yticks(range(len(rows)), [_numbers(row) for row in rows], family="monospace")
-    numbers.set_frame_on(False)
-    for column in (axes, numbers):
-        column.tick_params(length=0, colors=INK)
-        for label, row in zip(column.get_yticklabels(), rows, strict=True):
-            label.set_fontweight("bold" if row["contender"] == BASELINE else "normal")
+    axes.tick_params(length=0, colors=INK)
     axes.grid(axis="x", color=PALE, lw=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.set_title(workload_title(rows[0]), loc="left", fontsize=10, color=INK)
+    name, _, size = workload_title(baseline).partition(": ")
+    time = f"fused AdamW {duration(baseline['time']['median'])}"
+    size = size.replace(" parameters", "")
+    axes.set_title(f"{name}\n{size}\n{time}", loc="left", fontsize=9, color=INK)
 
 
 def _cut_bar(axes: Axes, position: int) -> None:
@@ -154,14 +173,9 @@ def _cut_bar(axes: Axes, position: int) -> None:
         axes.plot([x - 0.03, x + 0.03], [position - 0.42, position + 0.42], color="white", lw=2.5)
 
 
-def _numbers(row: dict[str, Any]) -> str:
-    ratio = f"{row['ratio']:.{2 if row['ratio'] < 9.995 else 1}f}×"
-    return f"{ratio:>6} {duration(row['time']['median']):>8}"
-
-
 def _bar_colour(row: dict[str, Any]) -> str:
     name = row["contender"]
-    if is_ngn(name) and not name.endswith(":reference"):
+    if is_ngn(name) and not is_reference(name):
         return FASTER if row["ratio"] <= 1 else SLOWER
     return MUTED if name == BASELINE else PALE
 

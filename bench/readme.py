@@ -1,8 +1,8 @@
 """Write what README and docs have between markers, or check that it matches its source.
 
-README's table and picture come from the stored reference run, the docs' tables of traffic from the
-rules. `python -m ngn_bench.readme` rewrites them; `--check` changes nothing and exits with status 1
-if it would.
+README's table and picture and the tables of docs/speed.md come from the stored reference run, the
+docs' tables of traffic from the rules. `python -m ngn_bench.readme` rewrites them; `--check` changes
+nothing and exits with status 1 if it would.
 """
 
 from __future__ import annotations
@@ -32,8 +32,17 @@ from .report import (
     spread_text,
     workload_names,
 )
-from .step_tables import headline_rows, memory_line, workload_title
-from .traffic import PASSES, Passes
+from .step_tables import (
+    bytes_text,
+    headline_rows,
+    memory_line,
+    not_run_lines,
+    ratio_table,
+    run_dtype,
+    workload_title,
+    workloads_line,
+)
+from .traffic import PASSES, Passes, storage_of, stored
 from .variants import NGN_VARIANTS, NGNVariant
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -42,24 +51,48 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 READING = (
     "±: half the distance between the quartiles, with the number n of samples where that is below "
     "5. Bandwidths count the bytes that a rule must move; a share over 100 % means that much of "
-    "the model stayed in a cache, which is faster than the memory."
+    "the model stayed in a cache, which is faster than the memory. bytes moved: per parameter, by "
+    "the code, where that is known. Tensors below 4,096 elements keep float32 state. on bfloat16: "
+    "parameters and gradients are bfloat16, against float32 ones of the others. checked: what the "
+    "results of a small case were compared with before anything was timed."
 )
 
 
 def benchmark_section(
     record: dict[str, Any], picture: str, loops: dict[str, Any] | None = None
 ) -> str:
-    """The Markdown between the markers: a step's time, and if measured a training loop's."""
-    parts = [f"![Time of one optimizer step against fused AdamW]({picture})\n"]
-    for workload in workload_names(record):
-        rows = rows_of(record, workload)
-        parts.append(f"**{workload_title(rows[0])}, {rows[0]['dtype']}**\n")
-        parts.append(markdown_table(_table(rows)))
-    parts.append(f"{READING} {memory_line(record)}".strip() + "\n")
-    parts.append(f"{_measured(record)}\n")
+    """README's: a row for each rule and format, and if measured a training loop's time."""
+    table = ratio_table(record)
+    columns = [table.columns[0], Column("bytes of state"), *table.columns[2:]]
+    cells = [_bold(row) if i == table.bold else row for i, row in enumerate(table.rows)]
+    parts = [
+        f"![Time of one optimizer step against fused AdamW]({picture})\n",
+        "Time of a whole step, relative to torch's fused AdamW, whose own times stand in its row:\n",
+        markdown_table(Table("", columns, cells)),
+        f"{workloads_line(record)}\n",
+        f"{_measured(record)}\n",
+    ]
     if loops is not None:
         parts.append(f"{loops_sentence(loops)}\n")
     return "\n".join(parts)
+
+
+def speed_section(record: dict[str, Any]) -> str:
+    """All that was measured: a table for each workload, and what did not run."""
+    parts = []
+    for workload in workload_names(record):
+        rows = rows_of(record, workload)
+        parts.append(f"## {workload_title(rows[0])}, {run_dtype(rows)}\n")
+        parts.append(markdown_table(_table(rows)))
+    parts.append("## How to read it\n")
+    parts.append(f"{READING} {memory_line(record)}".strip() + "\n")
+    parts += [f"{line[0].upper()}{line[1:]}.\n" for line in not_run_lines(record)]
+    parts.append(f"{_measured(record)}\n")
+    return "\n".join(parts)
+
+
+def _bold(cells: Sequence[str]) -> list[str]:
+    return [f"**{cell}**" for cell in cells]
 
 
 def _measured(record: dict[str, Any]) -> str:
@@ -93,9 +126,10 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         Column("vs fused AdamW"),
         Column("GB/s"),
         Column("of memory bandwidth"),
-        Column("bytes per parameter"),
+        Column("bytes moved"),
         Column("state"),
         Column("extra memory"),
+        Column("checked", right=False),
     ]
     timed = sorted(headline_rows(rows), key=lambda row: row["time"]["median"])
     cells = []
@@ -107,11 +141,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['ratio']:.2f}×",
             f"{row['bandwidth'] / 1e9:.1f}",
             "–" if row["share"] is None else f"{row['share']:.0%}",
-            f"{row['bytes_code']:g}",
+            bytes_text(row["bytes_code"]),
             size(row["state_bytes"]),
             size(row["extra_bytes"] or 0),
+            row["verdict"]["text"],
         ]
-        cells.append([f"**{cell}**" for cell in line] if row["contender"] == BASELINE else line)
+        cells.append(_bold(line) if row["contender"] == BASELINE else line)
     return Table("", columns, cells)
 
 
@@ -143,7 +178,8 @@ def words_section() -> str:
 
 
 def bytes_section() -> str:
-    """What each rule moves, in bytes, beside an AdamW whose state is float32 as well."""
+    """What each rule moves, in bytes, beside an AdamW whose state is float32 as well; and what it
+    moves with narrow state."""
     adamw = dataclasses.replace(PASSES["AdamW"], wide_state=True)
     columns = [
         Column("rule", right=False),
@@ -159,7 +195,7 @@ def bytes_section() -> str:
         single, half = (passes.floor_bytes(t) for t in (torch.float32, torch.bfloat16))
         cells.append(
             [
-                ", ".join(f"`{v.class_name}`{' RMS' if v.options else ''}" for v in variants),
+                _class_names(variants),
                 str(passes.reduce_bytes(torch.float32) or "–"),
                 str(passes.apply_bytes(torch.float32)),
                 str(single),
@@ -168,7 +204,39 @@ def bytes_section() -> str:
                 f"{half / adamw.floor_bytes(torch.bfloat16):.2f}",
             ]
         )
+    return f"{markdown_table(Table('', columns, cells))}\n{_formats_table()}"
+
+
+# `state=` and `rounding=` with the parameters' type, as columns.
+SHOWN_FORMATS = (
+    ("bfloat16", "nearest", torch.float32),
+    ("8bit+bfloat16", "nearest", torch.float32),
+    ("8bit", "nearest", torch.float32),
+    ("bfloat16", "exact", torch.bfloat16),
+    ("8bit", "nearest", torch.bfloat16),
+)
+
+
+def _formats_table() -> str:
+    """Bytes that a step moves, and that the state holds, per parameter, by rule and format."""
+    columns = [Column("rule: moved / held", right=False)]
+    for state, rounding, dtype in SHOWN_FORMATS:
+        exact = ", exact" if rounding == "exact" else ""
+        short = "fp32" if dtype == torch.float32 else "bf16"
+        columns.append(Column(f"{short}, state {state}{exact}"))
+    cells = []
+    for passes, variants in _rules_by_passes().items():
+        line = [_class_names(variants)]
+        for state, rounding, dtype in SHOWN_FORMATS:
+            narrow = stored(passes, storage_of(state, rounding))
+            moved, held = narrow.floor_bytes(dtype), narrow.state_bytes(dtype)
+            line.append(f"{bytes_text(moved)} / {bytes_text(held)}")
+        cells.append(line)
     return markdown_table(Table("", columns, cells))
+
+
+def _class_names(variants: Sequence[NGNVariant]) -> str:
+    return ", ".join(f"`{v.class_name}`{' RMS' if v.options else ''}" for v in variants)
 
 
 def _rules_by_passes() -> dict[Passes, list[NGNVariant]]:
@@ -178,11 +246,13 @@ def _rules_by_passes() -> dict[Passes, list[NGNVariant]]:
     return found
 
 
-# Of each page in docs/: the name of its markers, and what stands between them.
-PAGES: dict[str, tuple[str, Callable[[], str]]] = {
-    "algorithms.md": ("words", words_section),
-    "gpu.md": ("bytes", bytes_section),
+# Of each page in docs/: the name of its markers, and what stands between them, given the record.
+PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "algorithms.md": ("words", lambda _: words_section()),
+    "gpu.md": ("bytes", lambda _: bytes_section()),
+    "speed.md": ("speed", speed_section),
 }
+MEASURED_PAGES = ("speed.md",)
 
 
 def marked(name: str, section: str) -> str:
@@ -257,9 +327,10 @@ def _run(args: argparse.Namespace) -> int:
     section = benchmark_section(record, picture, loops)
     pages = {args.readme: replace_section(args.readme, "bench", section)}
     for page, (name, make) in PAGES.items():
-        pages[args.docs / page] = replace_section(args.docs / page, name, make())
+        pages[args.docs / page] = replace_section(args.docs / page, name, make(record))
     if args.check:
         sources = {args.readme: f"{args.json} and {args.loops}"}
+        sources.update({args.docs / page: str(args.json) for page in MEASURED_PAGES})
         stale = [
             f"{path} does not match {sources.get(path, 'the rules')}"
             for path, (text, wanted) in pages.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from .environment import cache_bytes, memory_free
 from .errors import BenchError
 from .measure import Clock, Lane, make_clock, measure, summarise
 from .report import Column, Table, size
-from .traffic import PASSES
+from .traffic import stored_rules
 
 KERNELS = ("read", "copy", "triad", "update")
 MEMORY_KERNELS = ("copy", "update")
@@ -87,8 +87,13 @@ class Floor:
         return self.reduce + self.apply
 
 
-def floors(speed: float, dtype: torch.dtype) -> list[Floor]:
-    """Each rule's floor: all of its bytes at the memory's speed."""
+def floors(
+    speed: float,
+    dtype: torch.dtype,
+    states: Iterable[str] = ("float32",),
+    rounding: str = "nearest",
+) -> list[Floor]:
+    """Each rule's floor, in each format: all of its bytes at the memory's speed."""
     return [
         Floor(
             rule,
@@ -96,7 +101,7 @@ def floors(speed: float, dtype: torch.dtype) -> list[Floor]:
             passes.reduce_bytes(dtype) / speed,
             passes.apply_bytes(dtype) / speed,
         )
-        for rule, passes in PASSES.items()
+        for rule, passes in stored_rules(states, rounding).items()
     ]
 
 
@@ -109,8 +114,11 @@ def run_roofline(
     seconds: float,
     largest: int | None = None,
     progress: Callable[[float, str], object] = lambda fraction, text: None,
+    states: Sequence[str] = ("float32",),
+    rounding: str = "nearest",
 ) -> dict[str, Any]:
     """Bandwidths over array sizes, and the floors at the largest size, which fits no cache."""
+    stored_rules(states, rounding)  # an unknown format is an error before anything is measured
     largest = largest or large_elements(device)
     free = memory_free(device)
     if free is not None and 3 * 4 * largest > free:
@@ -136,7 +144,7 @@ def run_roofline(
     speed = memory_speed(sweep[-1]) if sweep else None
     return {
         "sweep": sweep,
-        "floors": floors(speed, dtype) if speed else [],
+        "floors": floors(speed, dtype, states, rounding) if speed else [],
         "dtype": str(dtype).removeprefix("torch."),
         "interrupted": interrupted,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,23 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import roofline
 from .check import Verdict, checked, try_once
 from .contenders import BASELINE, Contender
 from .environment import cache_bytes, first_line, memory_free
 from .errors import BenchError
-from .measure import Lane, Summary, make_clock, measure, peak_extra_bytes, summarise
+from .measure import Clock, Lane, Summary, make_clock, measure, peak_extra_bytes, summarise
 from .report import INTERRUPTED_NOTE
 from .traffic import count_bytes
 from .workloads import Shape, Workload
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 LOSS = 2.5
 # So small that parameters stay in range however many steps are timed.
 LEARNING_RATE = 1e-4
@@ -58,7 +54,7 @@ class Row:
     dtype: str
     device: str
     verdict: Verdict
-    bytes_code: float
+    bytes_code: float | None
     bytes_floor: float
     state_bytes: int = 0
     extra_bytes: int | None = None
@@ -102,9 +98,11 @@ def require_memory(workload: Workload, contenders: Sequence[Contender], settings
     free = memory_free(settings.device)
     if free is None:
         return
-    size = workload.parameters * settings.dtype.itemsize
+    dtypes = [contender.dtype_in(settings.dtype) for contender in contenders]
+    size = workload.parameters * sum(dtype.itemsize for dtype in {*dtypes, settings.dtype})
     states = workload.parameters * sum(
-        contender.passes.state_bytes(settings.dtype) for contender in contenders
+        contender.passes.state_bytes(dtype)
+        for contender, dtype in zip(contenders, dtypes, strict=True)
     )
     temporaries = 3 * size if any(contender.unfused for contender in contenders) else 0
     bandwidth = 2 * 4 * roofline.large_elements(settings.device)
@@ -165,60 +163,54 @@ def _run_workload(
     rows: list[Row] = []
     lanes: list[Lane] = []
     refused = result.not_run.setdefault(workload.name, {})
-    params, gradients = _allocate(workload, settings)
-    _fill(params, gradients)
-    turn = _next_of_same_shape(workload.shapes)
+    models: dict[torch.dtype, Model] = {}
     loss = torch.full((), LOSS, device=settings.device)
     clock = make_clock(settings.device, _flush_bytes() if settings.cold else 0)
-    optimizers: dict[str, Optimizer] = {}
+    optimizers: dict[str, tuple[Optimizer, Model]] = {}
     if any(contender.compiled for contender in contenders):
         torch.compiler.reset()
 
-    def prepare() -> None:
-        """New gradient tensors for every step, as `zero_grad()` leaves a training loop; where
-        several parameters have one shape, also in other memory than before."""
-        nonlocal gradients
-        gradients = [gradients[index] for index in turn]
-        for p, gradient in zip(params, gradients, strict=True):
-            p.grad = gradient.detach()
-        if settings.cold:
-            clock.flush()
-
     for contender in contenders:
         progress(0.0, f"checking {contender.label}")
+        dtype = contender.dtype_in(settings.dtype)
         if contender.name not in verdicts:
-            verdicts[contender.name] = checked(contender, settings.dtype, settings.device)
+            verdicts[contender.name] = checked(contender, dtype, settings.device)
         verdict = verdicts[contender.name]
         if isinstance(verdict, str):
             refused[contender.label] = verdict
             continue
+        floor = contender.passes.mean_floor_bytes(dtype, map(math.prod, workload.shapes))
         row = Row(
             workload.name,
             contender.name,
             contender.label,
             workload.parameters,
             workload.tensors,
-            str(settings.dtype).removeprefix("torch."),
+            str(dtype).removeprefix("torch."),
             str(settings.device),
             verdict,
-            _bytes_moved(contender, settings),
-            contender.passes.floor_bytes(settings.dtype),
+            _bytes_moved(contender, dtype, settings.device, floor),
+            floor,
         )
         rows.append(row)
         if verdict.ok is False:
             row.note = f"not timed: {verdict.text}"
             continue
+        if dtype not in models:
+            models[dtype] = Model(workload.shapes, dtype, settings.device)
+        model = models[dtype]
         try:
-            optimizer = contender.build(list(params), lr=LEARNING_RATE)
+            optimizer = contender.build(list(model.params), lr=LEARNING_RATE)
+            prepare = _preparation(model, clock, settings)
             lane = _lane(contender, optimizer, loss, prepare, row, settings)
-            if not _all_finite(params):
+            if not model.finite():
                 raise ArithmeticError(f"its step leaves non-finite parameters in {row.dtype}")
         except Exception as error:  # reported beside the contender
             row.note = f"failed: {first_line(error)}"
-            _fill(params, gradients)
+            model.fill()
             continue
         lanes.append(lane)
-        optimizers[lane.name] = optimizer
+        optimizers[lane.name] = optimizer, model
 
     memory, moved = roofline.bandwidth_lanes(
         roofline.large_elements(settings.device), settings.device, roofline.MEMORY_KERNELS
@@ -227,24 +219,55 @@ def _run_workload(
     result.interrupted = not completed
     for name, speed in roofline.speeds(memory, moved).items():
         result.memory_bandwidth[name] = max(speed, result.memory_bandwidth.get(name, 0.0))
-    _fill_in(rows, lanes, _unfit_times(optimizers, params))
+    _fill_in(rows, lanes, _unfit_times(optimizers))
     result.rows += rows
 
 
-def _allocate(workload: Workload, settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
-    options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device}
-    params = [torch.empty(shape, **options, requires_grad=True) for shape in workload.shapes]
-    return params, [torch.empty(shape, **options) for shape in workload.shapes]
+class Model:
+    """Parameters of one dtype and their gradients, shared by the contenders that update them."""
+
+    def __init__(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> None:
+        self.params, self._gradients = _allocate(shapes, dtype, device)
+        self._turn = _next_of_same_shape(shapes)
+        self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Random values; gradients away from zero, so that their squares do not underflow in half
+        precision."""
+        generator = torch.Generator(self.params[0].device).manual_seed(0)
+        for p, gradient in zip(self.params, self._gradients, strict=True):
+            p.normal_(generator=generator)
+            gradient.uniform_(0.25, 1.25, generator=generator)
+
+    def renew_gradients(self) -> None:
+        """New gradient tensors for every step, as `zero_grad()` leaves a training loop; where
+        several parameters have one shape, also in other memory than before."""
+        self._gradients = [self._gradients[index] for index in self._turn]
+        for p, gradient in zip(self.params, self._gradients, strict=True):
+            p.grad = gradient.detach()
+
+    def finite(self) -> bool:
+        """Whether no parameter is NaN or infinite; found without temporaries of their size."""
+        extremes = [end for p in self.params if p.numel() for end in torch.aminmax(p.detach())]
+        return bool(torch.isfinite(torch.stack(extremes)).all())
 
 
-@torch.no_grad()
-def _fill(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Random values; gradients away from zero, so that their squares do not underflow in half
-    precision."""
-    generator = torch.Generator(params[0].device).manual_seed(0)
-    for p, gradient in zip(params, gradients, strict=True):
-        p.normal_(generator=generator)
-        gradient.uniform_(0.25, 1.25, generator=generator)
+def _allocate(
+    shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    params = [torch.empty(shape, **options, requires_grad=True) for shape in shapes]
+    return params, [torch.empty(shape, **options) for shape in shapes]
+
+
+def _preparation(model: Model, clock: Clock, settings: Settings) -> Callable[[], None]:
+    def prepare() -> None:
+        model.renew_gradients()
+        if settings.cold:
+            clock.flush()
+
+    return prepare
 
 
 def _next_of_same_shape(shapes: Sequence[Shape]) -> list[int]:
@@ -258,37 +281,32 @@ def _next_of_same_shape(shapes: Sequence[Shape]) -> list[int]:
     return [turn[index] for index in range(len(shapes))]
 
 
-def _all_finite(params: Iterable[Tensor]) -> bool:
-    """Whether no parameter is NaN or infinite; found without temporaries of their size."""
-    extremes = [end for p in params if p.numel() for end in torch.aminmax(p.detach())]
-    return bool(torch.isfinite(torch.stack(extremes)).all())
-
-
-def _unfit_times(optimizers: dict[str, Optimizer], params: Sequence[Tensor]) -> dict[str, str]:
+def _unfit_times(optimizers: dict[str, tuple[Optimizer, Model]]) -> dict[str, str]:
     """Reasons not to show the time of some optimizers: they did not do the work."""
-    if not _all_finite(params):
-        return dict.fromkeys(optimizers, "parameters became non-finite while steps were timed")
-    skipped = {
-        name: int(optimizer.skipped_steps)
-        for name, optimizer in optimizers.items()
-        if hasattr(optimizer, "skipped_steps")
-    }
-    return {
-        name: f"{number} of its steps were skipped" for name, number in skipped.items() if number
-    }
+    unfit = {}
+    spoilt = {id(model) for _, model in optimizers.values() if not model.finite()}
+    for name, (optimizer, model) in optimizers.items():
+        skipped = int(getattr(optimizer, "skipped_steps", 0))
+        if id(model) in spoilt:
+            unfit[name] = "parameters became non-finite while steps were timed"
+        elif skipped:
+            unfit[name] = f"{skipped} of its steps were skipped"
+    return unfit
 
 
 def _flush_bytes() -> int:
     return max(cache_bytes().values(), default=32 * 2**20)
 
 
-def _bytes_moved(contender: Contender, settings: Settings) -> float:
-    """Bytes per parameter that the contender's code moves."""
+def _bytes_moved(
+    contender: Contender, dtype: torch.dtype, device: torch.device, floor: float
+) -> float | None:
+    """Bytes per parameter that the contender's code moves; None if that is not known."""
     if not contender.unfused:
-        return contender.passes.floor_bytes(settings.dtype)
+        return None if contender.opaque else floor
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = try_once(contender, settings.dtype, settings.device, COUNTED_ELEMENTS)
+        step = try_once(contender, dtype, device, COUNTED_ELEMENTS)
         return round(count_bytes(step) / COUNTED_ELEMENTS, 1)
 
 
@@ -311,12 +329,20 @@ def _lane(
 
 def _state_bytes(optimizer: Optimizer) -> int:
     return sum(
-        value.numel() * value.element_size()
+        _held_bytes(value)
         for state in optimizer.state.values()
         if isinstance(state, dict)
         for value in state.values()
         if isinstance(value, Tensor)
     )
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    """Of its memory; a tensor made of others holds what they do."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_held_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
 
 
 def _fill_in(

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .contenders import BASELINE, CONTENDERS, NGN_VARIANTS, is_ngn
+import torch
+
+from .contenders import (
+    BASELINE,
+    CONTENDERS,
+    NGN_VARIANTS,
+    base_name,
+    is_ngn,
+    is_reference,
+    missing_package,
+)
+from .environment import backend_status
 from .report import Column, Table, duration, rows_of, size, spread_text, workload_names
 from .roofline import memory_speed
 from .workloads import count
@@ -28,9 +39,9 @@ CAPTION = (
     "the quartiles, with the number n of samples where that is below 5. vs AdamW: ratio to torch's "
     "fused AdamW. GB/s counts the bytes that the rule must move (floor, per parameter). of memory: "
     "its share of the memory bandwidth; over 100 %, much stayed in a cache. B/param: bytes that "
-    "the code moves. extra: most memory held during the step beyond parameters, gradients and "
-    "state. checked: what its results were compared with; a trusted form only with itself in "
-    "float64."
+    "the code moves, where that is known. extra: most memory held during the step beyond "
+    "parameters, gradients and state. checked: what its results were compared with; a trusted form "
+    "only with itself in float64."
 )
 
 
@@ -52,10 +63,20 @@ def workload_title(row: dict[str, Any]) -> str:
     return f"{row['workload']}: {count(row['parameters'])} parameters in {tensors}"
 
 
+def run_dtype(rows: Sequence[dict[str, Any]]) -> str:
+    """What parameters are, but for contenders that are named with a dtype of their own."""
+    return next((row["dtype"] for row in rows if "@" not in row["contender"]), rows[0]["dtype"])
+
+
+def bytes_text(number: float | None) -> str:
+    """Bytes per parameter, with as many digits as say something."""
+    return "–" if number is None else f"{round(number, 2):g}"
+
+
 def headline_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows for pictures: those with a ratio, without the reference where a faster form is there."""
     shown = [row for row in rows if row["ratio"] is not None]
-    faster = [row for row in shown if not row["contender"].endswith(":reference")]
+    faster = [row for row in shown if not is_reference(row["contender"])]
     return faster if any(is_ngn(row["contender"]) for row in faster) else shown
 
 
@@ -68,7 +89,7 @@ def step_tables(record: dict[str, Any]) -> list[Table]:
         columns.insert(2, Column("on device"))
     for workload in workload_names(record):
         rows = rows_of(record, workload)
-        title = f"{workload_title(rows[0])}, {rows[0]['dtype']} on {rows[0]['device']}"
+        title = f"{workload_title(rows[0])}, {run_dtype(rows)} on {rows[0]['device']}"
         cells = [_cells(row, device_time) for row in rows]
         bold = next((i for i, row in enumerate(rows) if row["contender"] == BASELINE), None)
         tables.append(Table(title, columns, cells, bold=bold))
@@ -93,12 +114,46 @@ def _cells(row: dict[str, Any], device_time: bool) -> list[str]:
     return [
         row["label"],
         *timed,
-        f"{row['bytes_code']:g}",
-        f"{row['bytes_floor']:g}",
+        bytes_text(row["bytes_code"]),
+        bytes_text(row["bytes_floor"]),
         size(row["state_bytes"]),
         "–" if row["extra_bytes"] is None else size(row["extra_bytes"]),
         row["note"] or row["verdict"]["text"],
     ]
+
+
+def contender_table(device: torch.device) -> Table:
+    """Every contender, what it moves and keeps, and whether it runs here."""
+    columns = [
+        Column("name", right=False),
+        Column("contender", right=False),
+        Column("B/param"),
+        Column("state"),
+        Column("here", right=False),
+    ]
+    status = backend_status(device)
+    running = ", ".join(backend for backend, found in status.items() if found == "ok")
+    cells = []
+    for name, contender in CONTENDERS.items():
+        if is_ngn(name) and not is_reference(name):
+            continue  # a rule has one row for all backends
+        cells.append(
+            [
+                name.removesuffix(":reference"),
+                contender.label.removesuffix(" · reference"),
+                f"{contender.passes.floor_bytes(torch.float32):g}",
+                f"{contender.passes.state_bytes(torch.float32):g}",
+                running if is_ngn(name) else missing_package(contender.package) or "yes",
+            ]
+        )
+    reasons = [f"{backend}: {found}." for backend, found in status.items() if found != "ok"]
+    caption = (
+        "B/param, state: bytes that a step must move and that stay, per float32 parameter. here: the "
+        "backends that run, or what is missing. A rule's name may go on with a backend, the formats "
+        "of m and v, the rounding of parameters, and their type: ngnmdv1:cpu/8bit+bfloat16, "
+        "ngnmdv1/bfloat16/exact@bfloat16."
+    )
+    return Table(f"Contenders on {device}", columns, cells, " ".join([caption, *reasons]))
 
 
 def not_run_lines(record: dict[str, Any]) -> list[str]:
@@ -128,24 +183,48 @@ def _join_labels(labels: list[str]) -> str:
 
 
 def ratio_table(record: dict[str, Any]) -> Table:
-    """Workloads down, contenders across: each cell is the ratio to fused AdamW."""
-    labels = {row["contender"]: row["label"] for row in record["rows"]}
-    names = [name for name in labels if name != BASELINE]
+    """Contenders down, workloads across: each cell is the ratio to fused AdamW, whose own row has
+    the times; and the bytes of state per parameter on the largest workload."""
+    workloads = {name: rows_of(record, name) for name in workload_names(record)}
     columns = [
-        Column("workload", right=False),
-        Column("fused AdamW"),
-        *(Column(labels[name]) for name in names),
+        Column("optimizer", right=False),
+        Column("state"),
+        *(Column(name) for name in workloads),
     ]
+    largest_first = sorted(workloads.values(), key=lambda rows: -rows[0]["parameters"])
+    labels = {row["contender"]: row["label"] for rows in largest_first for row in rows}
+    order = sorted(labels, key=lambda name: name != BASELINE)
     cells = []
-    for workload in workload_names(record):
-        rows = {row["contender"]: row for row in rows_of(record, workload)}
-        baseline = rows[BASELINE]["time"]
-        line = [workload_title(rows[BASELINE]), duration(baseline["median"]) if baseline else "–"]
-        for name in names:
-            ratio = rows[name]["ratio"] if name in rows else None
-            line.append("" if name not in rows else "–" if ratio is None else f"{ratio:.2f}×")
-        cells.append(line)
-    return Table("Time of a whole step(), relative to fused AdamW", columns, cells)
+    for name in order:
+        found = [{row["contender"]: row for row in rows}.get(name) for rows in workloads.values()]
+        timed = [row for row in found if row is not None and row["ratio"] is not None]
+        if not timed:
+            continue
+        largest = max(timed, key=lambda row: row["parameters"])
+        kept = largest["state_bytes"] / largest["parameters"]
+        cells.append([labels[name], f"{kept:.2f}", *map(_ratio_cell, found)])
+    caption = (
+        "Time of a whole step() divided by that of torch's fused AdamW, whose own times stand in its "
+        "row; all contenders of a workload took turns in one process. state: bytes per parameter "
+        "that the optimizer keeps. " + workloads_line(record)
+    )
+    return Table("Time of a step, relative to fused AdamW", columns, cells, caption, bold=0)
+
+
+def _ratio_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row["ratio"] is None:
+        return "–"
+    if row["contender"] == BASELINE:
+        return duration(row["time"]["median"])
+    return f"{row['ratio']:.2f}"
+
+
+def workloads_line(record: dict[str, Any]) -> str:
+    """What the workloads of a record are, in a sentence."""
+    titles = [workload_title(rows_of(record, name)[0]) for name in workload_names(record)]
+    return f"Workloads: {'; '.join(titles)}."
 
 
 def slower_lines(record: dict[str, Any], rule: str = "ngnmdv1") -> list[str]:
@@ -164,7 +243,8 @@ def slower_lines(record: dict[str, Any], rule: str = "ngnmdv1") -> list[str]:
                 f"{fused['share']:.0%} of the memory bandwidth"
             )
         for row in rows.values():
-            if CONTENDERS[row["contender"].partition("/")[0]].unfused:
+            contender = CONTENDERS[base_name(row["contender"])]
+            if contender.unfused or contender.opaque:
                 times = row["time"]["median"] / fused["time"]["median"]
                 lines.append(f"{workload}: {row['label']} takes {times:.1f}× as long")
     return lines

@@ -7,6 +7,7 @@ the operators that it calls.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ngn_kernels.formats import FLOAT32, FORMATS, SMALL, STATE_FORMATS, Storage
 from ngn_kernels.rules import Rule
 
+from .errors import unknown_name
 from .variants import NGN_VARIANTS
 
 
@@ -46,6 +49,15 @@ class Passes:
         """Bytes per parameter that the rule must move when the model fits no cache."""
         return self.reduce_bytes(dtype) + self.apply_bytes(dtype)
 
+    def mean_floor_bytes(self, dtype: torch.dtype, sizes: Iterable[int]) -> float:
+        """The same over tensors of these sizes; small ones keep m and v as wide as they were."""
+        wide = {stream: width for stream, width in self.narrow.items() if stream not in "mv"}
+        small = dataclasses.replace(self, narrow=wide).floor_bytes(dtype)
+        large = self.floor_bytes(dtype)
+        counts = list(sizes)
+        below = sum(count for count in counts if count < SMALL)
+        return large + (small - large) * below / sum(counts)
+
     def state_bytes(self, dtype: torch.dtype) -> float:
         """Bytes per parameter that the rule keeps from step to step."""
         kept = self._bytes(set(self.reduce + self.apply) & {"m", "v"}, dtype)
@@ -63,6 +75,38 @@ def passes_of(rule: Rule) -> Passes:
     return Passes("".join(rule.reduce_reads), "".join(applied), wide_state=True)
 
 
+def narrowed(passes: Passes, streams: str, width: float) -> Passes:
+    """The same with some streams in so many bytes an element."""
+    return dataclasses.replace(passes, narrow={**passes.narrow, **dict.fromkeys(streams, width)})
+
+
+def storage_of(state: str, rounding: str) -> Storage:
+    """Formats as the command line names them: "8bit+bfloat16" is m's and v's."""
+    m, _, v = state.partition("+")
+    for name in (m, v or m):
+        if name not in STATE_FORMATS:
+            raise unknown_name("state", name, STATE_FORMATS, "Two: 8bit+bfloat16.")
+    return Storage.of((m, v or m), rounding)
+
+
+def stored(passes: Passes, storage: Storage) -> Passes:
+    """A rule's streams with m and v in these formats, and with what `rounding` keeps beside x."""
+    for stream, key in zip("mv", FORMATS, strict=True):
+        form = FORMATS[key][getattr(storage, key)]
+        if form is not FLOAT32:
+            passes = narrowed(passes, stream, form.bytes)
+    return narrowed(passes, "x", 2) if storage.rounding == "exact" else passes
+
+
+def format_words(passes: Passes, storage: Storage) -> list[str]:
+    """What is not as usual in the columns that a rule has, in words for its name."""
+    held = [
+        getattr(storage, key) for s, key in zip("mv", FORMATS, strict=True) if s in passes.apply
+    ]
+    words = ["+".join(dict.fromkeys(held)), storage.rounding]
+    return [word for word in words if word not in ("", "float32", "nearest")]
+
+
 PASSES = {
     **{variant.label: passes_of(variant.rule) for variant in NGN_VARIANTS.values()},
     "AdamW": Passes("", "gvvmmxx"),
@@ -72,6 +116,19 @@ PASSES = {
     "Momo": Passes("gmmx", "mxx"),
     "Momo-Adam": Passes("gvvmmx", "vmxx"),
 }
+
+
+def stored_rules(states: Iterable[str], rounding: str) -> dict[str, Passes]:
+    """`PASSES` with a row for each way in which an NGN rule stores what it has."""
+    rules = {}
+    ngn = {variant.label for variant in NGN_VARIANTS.values()}
+    storages = [storage_of(state, rounding) for state in states]
+    for rule, passes in PASSES.items():
+        for storage in storages if rule in ngn else ():
+            rules[" · ".join([rule, *format_words(passes, storage)])] = stored(passes, storage)
+        if rule not in ngn:
+            rules[rule] = passes
+    return rules
 
 
 class _ByteCounter(TorchDispatchMode):
