@@ -109,27 +109,15 @@ def _build_from(package: str, module: str, class_name: str, **fixed: Any) -> Bui
     return build
 
 
-# Of each package that is not installed with the library: the module that shows it is there, and
-# the extra that brings it.
-MODULES = {
-    "momo-opt": ("momo", "bench"),
-    "torchao": ("torchao", "rivals"),
-    "bitsandbytes": ("bitsandbytes", "rivals"),
-    "deepspeed": ("deepspeed", "rivals"),
-}
-
-
 def missing_package(package: str) -> str:
     """How to install a package that is not there; empty if it is, or none is needed."""
-    if not package:
-        return ""
-    module, extra = MODULES[package]
+    module = "momo" if package == "momo-opt" else package
     try:
-        if importlib.util.find_spec(module) is not None:
+        if not package or importlib.util.find_spec(module) is not None:
             return ""
     except ValueError:  # sys.modules says that there is none
         pass
-    return f"{package} is not installed: pip install 'ngn_kernels[{extra}]'"
+    return f"{package} is not installed: pip install {package}"
 
 
 def _all_contenders() -> Iterable[Contender]:

@@ -226,7 +226,7 @@ def test_default_contenders_are_all_measured_or_explained(
 ) -> None:
     record = run_step(tmp_path)
     named = {row["label"] for row in record["rows"]} | set(record["not_run"]["many:3x5"])
-    expected = {c.label for c in CONTENDERS.values() if not c.compiled}
+    expected = {c.label for c in CONTENDERS.values() if not c.compiled and not c.rival}
     assert named == expected
     output = capsys.readouterr().out
     for reason in record["not_run"]["many:3x5"].values():
@@ -269,12 +269,15 @@ def test_cpu_table_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = ("ngnmdv1", "ngnm", "ngnmdv2", "ngn")
-    table = (("many:3x5", (*rules, "ngnmdv1:plain", "momo-adam")), ("one:64", rules))
+    table = (("many:3x5", (*rules, "ngnmdv1:plain", "momo-adam")), ("one:8K", rules))
     monkeypatch.setattr("ngn_bench.cli.CPU_TABLE", table)
     assert run(["step", "--preset", "cpu-table", "--seconds", "0.1", "--device", "cpu"]) == 0
     output = capsys.readouterr().out
-    assert "Time of a whole step(), relative to fused AdamW" in output
-    assert re.search(r"one:64: 64 parameters in 1 tensor +\S+ µs +\d", output)
+    assert "Time of a step, relative to fused AdamW" in output
+    assert re.search(r"optimizer +state +many:3x5 +one:8K\n", output)
+    assert re.search(r"AdamW · fused +8\.00 +\S+ [mµ]s +\S+ [mµ]s\n", output)
+    assert re.search(r"NGN-M · \S+ +4\.00 +\d+\.\d\d +\d+\.\d\d\n", output)
+    assert re.search(r"Momo-Adam · momo-opt +\d+\.\d\d +\d+\.\d\d\n", output)
     assert run(["step", "--preset", "cpu-table", "--workload", "one:4"]) == 2
 
 

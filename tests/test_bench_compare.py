@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_runs import failure, run, run_step, write
-from ngn_bench import readme
+from ngn_bench import plots, readme
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,53 @@ def test_compare_lists_what_does_not_match(
     assert "--metric ratio" in output
 
 
+def with_formats(record: dict[str, Any]) -> dict[str, Any]:
+    """A later result of the same preset, which has more rows."""
+    more = json.loads(json.dumps(record))
+    for name, dtype in (
+        ("ngnmdv1:cpu/8bit", "float32"),
+        ("ngnmdv1:cpu/exact@bfloat16", "bfloat16"),
+    ):
+        added = {"contender": name, "label": name.replace("/", " · "), "dtype": dtype}
+        more["rows"].append({**more["rows"][1], **added})
+    return more
+
+
+@pytest.mark.parametrize("metric", ["time", "ratio"])
+def test_compare_with_rows_that_only_one_has(
+    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str], metric: str
+) -> None:
+    old, new = write(tmp_path / "a.json", result), write(tmp_path / "b.json", with_formats(result))
+    for files, side in (((old, new), "new"), ((new, old), "old")):
+        assert run(["compare", *files, "--metric", metric]) == 0
+        output = capsys.readouterr().out
+        for name in ("ngnmdv1:cpu/8bit · float32", "ngnmdv1:cpu/exact@bfloat16 · bfloat16"):
+            assert f"only in the {side} result: many:3x5 · {name} · cpu" in output
+        assert "none of 2 rows became slower" in output
+
+
+def test_a_format_that_no_longer_runs_is_a_regression(
+    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = with_formats(result)
+    fewer = json.loads(json.dumps(more))
+    labels = [fewer["rows"].pop()["label"] for _ in range(2)]
+    fewer["not_run"]["many:3x5"] = dict.fromkeys(labels, "out of luck")
+    old, new = write(tmp_path / "old.json", more), write(tmp_path / "new.json", fewer)
+    assert run(["compare", old, new]) == 1
+    output = capsys.readouterr().out
+    for name in ("ngnmdv1:cpu/8bit · float32", "ngnmdv1:cpu/exact@bfloat16 · bfloat16"):
+        assert f"no longer timed: many:3x5 · {name} · cpu: out of luck" in output
+    # A run in another dtype says nothing of these rows, but for the one that has its own.
+    for row in fewer["rows"]:
+        row["dtype"] = "bfloat16"
+    other = write(tmp_path / "other.json", fewer)
+    assert run(["compare", old, other]) == 1
+    output = capsys.readouterr().out
+    assert "no longer timed: many:3x5 · ngnmdv1:cpu/exact@bfloat16" in output
+    assert "only in the old result: many:3x5 · ngnmdv1:cpu/8bit" in output
+
+
 def test_compare_bad_files(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +202,7 @@ def test_compare_bad_files(
 def test_readme_is_generated_and_checked(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    result["not_run"]["many:3x5"] = {"Momo · momo-opt": "out of luck"}
     text, source = tmp_path / "README.md", write(tmp_path / "reference.json", result)
     text.write_text(f"# Title\n\n{readme.marked('bench', 'old')}\n\nafter\n")
     picture = tmp_path / "images" / "step.png"
@@ -168,16 +217,39 @@ def test_readme_is_generated_and_checked(
     written = text.read_text()
     assert written.startswith("# Title\n")
     assert written.endswith("\n\nafter\n")
-    assert "| AdamW · for-loop | 2.00 s | 1.0% | 2.00× |" in written
-    assert "| **AdamW · fused** | **1.00 s** | **1.0% (n=2)** | **1.00×** |" in written
-    assert "over 100 % means" in written
-    assert "Memory bandwidth 2.0 GB/s" in written
+    rows = [line for line in written.splitlines() if line.startswith("|")]
+    assert rows == [
+        "| optimizer | bytes of state | many:3x5 |",
+        "| :-- | --: | --: |",
+        "| **AdamW · fused** | **8.80** | **1.00 s** |",
+        "| AdamW · for-loop | 8.80 | 2.00 |",
+    ]
+    assert "Workloads: many:3x5: 15 parameters in 3 tensors." in written
     assert "at revision 0123abc" in written
     assert "training iteration" not in written
     assert "![Time of one optimizer step against fused AdamW](images/step.png)" in written
     assert readme.main([*command, "--check"]) == 0
     assert readme.main(command) == 0
     assert text.read_text() == written
+
+    speed = tmp_path / "speed.md"
+    full = speed.read_text()
+    assert "## many:3x5: 15 parameters in 3 tensors, float32\n" in full
+    assert "| AdamW · for-loop | 2.00 s | 1.0% | 2.00× |" in full
+    assert "| **AdamW · fused** | **1.00 s** | **1.0% (n=2)** | **1.00×** |" in full
+    assert "Not run: Momo · momo-opt: out of luck.\n" in full
+    assert "over 100 % means" in full
+    assert "Memory bandwidth 2.0 GB/s" in full
+    assert "at revision 0123abc" in full
+    speed.write_text(full.replace("2.00×", "1.90×"))
+    assert readme.main([*command, "--check"]) == 1
+    assert "speed.md does not match" in capsys.readouterr().out
+    assert readme.main(command) == 0
+    assert speed.read_text() == full
+    narrow = (
+        "| `NGNMDv1`, `DecNGNMDv1` | 26 / 4 | 24.12 / 3.06 | 21.31 / 2.12 | 22 / 6 | 13.31 / 2.12 |"
+    )
+    assert narrow in (tmp_path / "gpu.md").read_text()
 
     page = tmp_path / "algorithms.md"
     assert "| NGN-MDv1, Dec-NGN-MDv1 | g, v | g, v↕, m↕, x↕ | 9 | 1.29 |" in page.read_text()
@@ -199,7 +271,7 @@ def test_readme_is_generated_and_checked(
     assert readme.main([*command, "--check"]) == 1
     loops.unlink()
 
-    text.write_text(written.replace("2.00×", "1.90×"))
+    text.write_text(written.replace("| 2.00 |", "| 1.90 |"))
     assert readme.main([*command, "--check"]) == 1
     text.write_text(written)
     write(tmp_path / "reference.json", slowed(result, 1.0001))
@@ -207,3 +279,33 @@ def test_readme_is_generated_and_checked(
     assert "step.png does not match" in capsys.readouterr().out
     text.write_text("no markers")
     assert readme.main(command) == 2
+
+
+def test_nothing_in_the_picture_is_cut_or_covered(
+    tmp_path: Path, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every text inside the picture, and no two texts on each other, with rows of long names."""
+    pytest.importorskip("matplotlib")
+    record = with_formats(result)
+    record["rows"][-1]["label"] = "NGN-MDv1 · cpu · 8bit+bfloat16 · stochastic · on bfloat16"
+    record["rows"] += [
+        {**row, "workload": name, "ratio": 33.333 * row["ratio"]}
+        for name in ("transformer++-70m", "many-small", "one:4M", "one:1M")
+        for row in record["rows"][:2]
+    ]
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, path, record: drawn.append(figure))
+    plots.plot_step(record, tmp_path / "step.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    texts = [
+        (text.get_text(), text.get_window_extent())
+        for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))
+        if text.get_visible() and text.get_text()
+    ]
+    assert {"33.3", "66.7", record["rows"][3]["label"], "½×"} <= {text for text, _ in texts}
+    for text, box in texts:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text
+    for (text, box), (other, covered) in itertools.combinations(texts, 2):
+        assert not (box.padded(-1).overlaps(covered.padded(-1))), (text, other)

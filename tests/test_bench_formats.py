@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from ngn_bench import cli
+from bench_runs import failure, replace_contender, rows_by_name, run, run_step
+from ngn_bench import cli, step, traffic
 from ngn_bench.check import check
-from ngn_bench.contenders import CONTENDERS, Contender, stored_as
+from ngn_bench.contenders import BASELINE, CONTENDERS, Contender, select, stored_as
 from ngn_bench.errors import BenchError
+from ngn_bench.workloads import find_workload
 
 BASE = CONTENDERS["ngnmdv1:reference"]
 CPU = torch.device("cpu")
@@ -84,3 +86,158 @@ def test_a_row_for_each_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     narrow, wide = rows["ngnmdv1:reference/8bit"], rows["ngnmdv1:reference"]
     assert narrow["verdict"]["ok"] and narrow["state_bytes"] < 0.28 * wide["state_bytes"]
     assert "NGN-MDv1 · reference · 8bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        ("ngnmdv1/8bit", ["ngnmdv1:cpu/8bit"]),
+        ("ngnmdv1:reference/8bit+bfloat16", ["ngnmdv1:reference/8bit+bfloat16"]),
+        ("NGNMDv1/bfloat16/exact@bfloat16", ["ngnmdv1:cpu/bfloat16/exact@bfloat16"]),
+        ("ngnmdv1/exact/bfloat16", ["ngnmdv1:cpu/bfloat16/exact"]),
+        ("ngnmdv2/float32/nearest", ["ngnmdv2:cpu"]),
+        ("adamw:foreach@bfloat16", ["adamw:foreach@bfloat16"]),
+        # Named by the columns that the rule has.
+        ("ngnm/8bit+bfloat16", ["ngnm:cpu/8bit"]),
+        ("ngnd-rms/8bit+bfloat16", ["ngnd-rms:cpu/bfloat16"]),
+        ("ngnm/float32+8bit", ["ngnm:cpu"]),
+        ("ngn/8bit", ["ngn:cpu"]),
+    ],
+)
+def test_names_that_give_formats(written: str, names: list[str]) -> None:
+    chosen = [contender.name for contender in select([written], "cpu")]
+    assert sorted(chosen) == sorted([*names, BASELINE])
+
+
+def test_formats_stand_behind_their_rule() -> None:
+    chosen = select(["ngnmdv2/8bit", "ngnmdv1/8bit", "ngnmdv1", "ngnmdv1/8bit"], "cpu")
+    names = [contender.name for contender in chosen]
+    assert names == ["ngnmdv1:cpu/8bit", "ngnmdv1:cpu", "ngnmdv2:cpu/8bit", BASELINE]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--contenders", "adamw:fused/8bit"], "only NGN rules have formats"),
+        (["--contenders", "ngnmdv1/8bit/bfloat16"], "names two formats"),
+        (["--contenders", "ngnmdv1/8bits"], "Did you mean '8bit'?"),
+        (["--contenders", "ngnmdv1@bflaot16"], "Did you mean 'bfloat16'?"),
+        (["--contenders", "ngnmdv1/8bit", "--state", "bfloat16"], "leave out --state"),
+        (["--preset", "cpu-table", "--state", "bfloat16"], "leave those out"),
+    ],
+)
+def test_formats_that_cannot_be_measured(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert message in failure(capsys, "step", *words, "--device", "cpu")
+
+
+def test_bfloat16_parameters_beside_float32_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "ngnmdv1:reference/bfloat16/exact@bfloat16"
+    record = run_step(tmp_path, "--workload", "one:8K", "--contenders", name)
+    rows = rows_by_name(record)
+    assert (rows[name]["dtype"], rows[BASELINE]["dtype"]) == ("bfloat16", "float32")
+    assert rows[name]["verdict"]["ok"] is True
+    assert rows[name]["bytes_floor"] == 22
+    assert rows[name]["state_bytes"] == pytest.approx(6 * 8000, abs=8)
+    assert rows[BASELINE]["state_bytes"] == pytest.approx(8 * 8000, abs=8)
+    times = [rows[contender]["time"]["median"] for contender in (name, BASELINE)]
+    assert rows[name]["ratio"] == pytest.approx(times[0] / times[1])
+    output = capsys.readouterr().out
+    assert "8k parameters in 1 tensor, float32 on cpu" in output
+    assert "NGN-MDv1 · reference · bfloat16 · exact · on bfloat16" in output
+
+
+def test_parameters_of_one_type_do_not_spoil_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timed steps may leave non-finite numbers in the parameters that a contender was given."""
+
+    class Late(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            Late.steps += 1
+            for p in self.param_groups[0]["params"]:
+                with torch.no_grad():
+                    p.fill_(float("inf") if Late.steps > 8 else 0.0)
+
+    replace_contender(monkeypatch, "adamw:foreach", build=Late, build_truth=None)
+    chosen = "adamw:foreach@bfloat16,adamw:for-loop@bfloat16,adamw:for-loop"
+    rows = rows_by_name(run_step(tmp_path, "--contenders", chosen))
+    spoilt = {name for name, row in rows.items() if row["time"] is None}
+    assert spoilt == {"adamw:foreach@bfloat16", "adamw:for-loop@bfloat16"}
+
+
+def test_memory_counts_the_parameters_of_each_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = find_workload("one:1M")
+    settings = step.Settings(CPU, torch.float32, 1.0)
+    monkeypatch.setattr(step.roofline, "large_elements", lambda device: 0)
+    both = select(["adamw:fused@bfloat16"], "cpu")
+    # Parameters and gradients, and two moments: 16 bytes of float32, 8 of bfloat16.
+    for needed, free in ((16e6, 15.9e6), (24e6, 23.9e6)):
+        chosen = both if needed == 24e6 else [CONTENDERS[BASELINE]]
+        monkeypatch.setattr(step, "memory_free", lambda device, free=free: free)
+        with pytest.raises(BenchError, match="GiB"):
+            step.require_memory(workload, chosen, settings)
+        monkeypatch.setattr(step, "memory_free", lambda device, needed=needed: needed)
+        step.require_memory(workload, chosen, settings)
+
+
+def test_the_table_has_every_rule_and_format() -> None:
+    """What issue 17 asks to be printed by one command, on every workload."""
+    wanted = {"ngn:cpu", "ngnmdv1:cpu/bfloat16/exact@bfloat16", BASELINE}
+    for rule in ("ngnmdv1", "ngnmdv2"):
+        wanted |= {f"{rule}:cpu{form}" for form in ("", "/bfloat16", "/8bit+bfloat16", "/8bit")}
+    wanted |= {f"ngnm:cpu{form}" for form in ("", "/bfloat16", "/8bit")}
+    for workload, names in cli.CPU_TABLE:
+        chosen = {contender.name for contender in select(names, "cpu")}
+        assert wanted <= chosen, workload
+    largest = {contender.name for contender in select(cli.CPU_TABLE[0][1], "cpu")}
+    rivals = {name for name, contender in CONTENDERS.items() if contender.rival}
+    assert len(rivals) == 3
+    assert largest == wanted | rivals | {"ngnmdv1:plain", "momo-adam"}
+
+
+def test_small_tensors_move_what_their_wide_state_does(tmp_path: Path) -> None:
+    passes = stored_as(BASE, "8bit", "nearest").passes
+    assert passes.mean_floor_bytes(torch.float32, [4096]) == 21.3125
+    assert passes.mean_floor_bytes(torch.float32, [4095, 1]) == 36
+    mean = passes.mean_floor_bytes(torch.float32, [3000, 3000, 6000])
+    assert mean == pytest.approx((36 + 21.3125) / 2)
+    exact = stored_as(BASE, "8bit", "exact").passes
+    # Reduce g and v; apply g, v and m twice, and x with its remainder twice.
+    assert exact.mean_floor_bytes(torch.bfloat16, [1]) == 2 + 4 + 2 + 8 + 8 + 8
+    record = run_step(
+        tmp_path,
+        "--workload",
+        "many:3x5,one:8K",
+        "--state",
+        "8bit",
+        "--contenders",
+        "ngnmdv1:reference",
+    )
+    floors = {
+        row["workload"]: row["bytes_floor"]
+        for row in record["rows"]
+        if row["contender"] == "ngnmdv1:reference/8bit"
+    }
+    assert floors == {"many:3x5": 36, "one:8K": 21.3125}
+
+
+def test_floors_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = traffic.stored_rules(["float32", "8bit+bfloat16"], "nearest")
+    assert list(rules)[:3] == ["NGN", "NGN-M", "NGN-M · 8bit"]
+    assert rules["NGN-MDv1"] == traffic.PASSES["NGN-MDv1"]
+    assert rules["NGN-MDv1 · 8bit+bfloat16"].floor_bytes(torch.float32) == 24.125
+    assert rules["AdamW"] == traffic.PASSES["AdamW"]
+    path = tmp_path / "roofline.json"
+    command = ["roofline", "--largest", "32k", "--seconds", "0.2", "--json", str(path)]
+    assert run([*command, "--state", "8bit", "--device", "cpu"]) == 0
+    found = {floor["rule"]: floor for floor in json.loads(path.read_text())["floors"]}
+    assert found["NGN-MDv1 · 8bit"]["bytes_per_parameter"] == 21.3125
+    assert "NGN-MDv1" not in found
+    assert "NGN-MDv1 · 8bit" in capsys.readouterr().out
+    assert "unknown state" in failure(capsys, *command[:-2], "--state", "4bit", "--device", "cpu")

@@ -1,0 +1,119 @@
+"""Other people's optimizers as contenders: what is said where they are missing, and what is asked of
+them where they are there. The packages here are small ones in their place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bench_runs import CPU, rows_by_name, run, run_step
+from ngn_bench import check, step
+from ngn_bench.contenders import CONTENDERS, select
+from torch.testing._internal.two_tensor import TwoTensor
+
+RIVALS = {
+    "adamw8bit:torchao": "torchao",
+    "adamw8bit:bitsandbytes": "bitsandbytes",
+    "adamw:deepspeed": "deepspeed",
+}
+EIGHT_BIT = "from torch.optim import AdamW\nclass AdamW8bit(AdamW): pass\n"
+DEEPSPEED = """
+from torch.optim import AdamW
+class DeepSpeedCPUAdam(AdamW):
+    def __init__(self, model_params, lr=1e-3, weight_decay=0):
+        super().__init__(model_params, lr=lr, weight_decay=weight_decay)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages of their names, whose optimizers are torch's."""
+    forget(monkeypatch)
+    for module, text in (
+        ("torchao/optim", EIGHT_BIT),
+        ("bitsandbytes/optim", EIGHT_BIT),
+        ("deepspeed/ops/adam", DEEPSPEED),
+    ):
+        path = tmp_path / f"{module}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] in RIVALS.values():
+            monkeypatch.delitem(sys.modules, name)
+
+
+def test_rivals_have_a_group_of_their_own() -> None:
+    assert {name for name, contender in CONTENDERS.items() if contender.rival} == set(RIVALS)
+    chosen = {contender.name for contender in select(["rivals"], "cpu")}
+    assert chosen == {*RIVALS, "adamw:fused"}
+    for group in ("all", "adamw", "torch-all"):
+        assert not any(contender.rival for contender in select([group], "cpu"))
+
+
+@pytest.mark.parametrize("package", RIVALS.values())
+def test_what_is_missing_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    name = next(name for name in RIVALS if RIVALS[name] == package)
+    record = run_step(tmp_path, "--contenders", name)
+    reason = f"{package} is not installed: pip install {package}"
+    assert record["not_run"]["many:3x5"] == {CONTENDERS[name].label: reason}
+    assert reason in capsys.readouterr().out
+    assert run(["step", "--list", "--device", "cpu"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if name in line)
+    assert line.endswith(reason)
+
+
+@pytest.mark.usefixtures("installed")
+def test_rivals_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_by_name(run_step(tmp_path, "--workload", "one:8192", "--contenders", "rivals"))
+    assert set(rows) == {*RIVALS, "adamw:fused"}
+    for name in RIVALS:
+        assert rows[name]["time"] is not None, rows[name]["note"]
+        known = name == "adamw:deepspeed"
+        # Its weight decay would be another one if it were left to its default.
+        assert rows[name]["verdict"]["ok"] is (True if known else None)
+        assert rows[name]["bytes_code"] == (28 if known else None)
+    assert rows["adamw8bit:torchao"]["bytes_floor"] == 4 * 3 + 4 * (1 + 4 / 256)
+    capsys.readouterr()
+    assert run(["step", "--list", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in RIVALS:
+        assert next(line for line in lines if name in line).endswith(" yes")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_wrong_rival_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed" / "ops" / "adam.py"
+    path.write_text(DEEPSPEED.replace("lr=lr", "lr=1.001 * lr"))
+    assert check.check(CONTENDERS["adamw:deepspeed"], torch.float32, CPU).ok is False
+
+
+def test_the_list_has_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["step", "--list", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in CONTENDERS:
+        rule = name.removesuffix(":reference").removesuffix(":cpu").removesuffix(":triton")
+        assert sum(line.startswith(f"{rule} ") for line in lines) == 1, name
+    row = next(line for line in lines if line.startswith("ngnmdv1 "))
+    assert "reference" in row and " 36 " in row
+
+
+def test_state_made_of_other_tensors_holds_what_they_do() -> None:
+    """As torchao's, which has the shape and type of the numbers that it stands for."""
+    param = torch.ones(100, requires_grad=True)
+    param.grad = torch.ones_like(param)
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    codes = TwoTensor(torch.zeros(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8))
+    optimizer.state[param] = {"exp_avg": codes, "exp_avg_sq": torch.zeros(100), "step": 3}
+    assert step._state_bytes(optimizer) == 2 * 100 + 400
