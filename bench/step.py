@@ -132,14 +132,15 @@ def run_step(
         require_memory(workload, contenders, settings)
     result = StepResult()
     verdicts: dict[str, Verdict | str] = {}
-    share = settings.seconds / max(1, len(workloads))
+    shares = _shares(workloads)
     for index, (workload, contenders) in enumerate(workloads):
 
         def show(fraction: float, text: str, index: int = index, name: str = workload.name) -> None:
             progress((index + fraction) / len(workloads), f"{name}: {text}" if text else name)
 
         try:
-            _run_workload(workload, contenders, settings, share, verdicts, result, show)
+            seconds = settings.seconds * shares[index]
+            _run_workload(workload, contenders, settings, seconds, verdicts, result, show)
         except KeyboardInterrupt:
             result.interrupted = True
         finished(result)
@@ -149,6 +150,15 @@ def run_step(
             # Optimizers may sit in reference cycles, and the next workload needs the memory.
             gc.collect()
     return result
+
+
+def _shares(workloads: Sequence[tuple[Workload, Sequence[Contender]]]) -> list[float]:
+    """Of the measuring time: each contender alike, and twice as much where steps take long."""
+    weights = [
+        len(contenders) * (2 if workload.parameters > LARGE_PARAMETERS else 1)
+        for workload, contenders in workloads
+    ]
+    return [weight / sum(weights) for weight in weights]
 
 
 def _run_workload(

@@ -20,6 +20,7 @@ from ngn_bench import check, environment, measure, report, step, step_tables, tr
 from ngn_bench.contenders import CONTENDERS
 from ngn_bench.measure import Lane, Timing
 from ngn_bench.variants import NGN_VARIANTS
+from ngn_bench.workloads import find_workload
 
 from ngn_kernels.rules import RULES
 
@@ -271,6 +272,13 @@ def test_cuda_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock._buffer.fill_(1)
     clock.flush()
     assert not clock._buffer.any()
+
+
+def test_large_models_and_many_contenders_get_more_time() -> None:
+    adamw = CONTENDERS["adamw:fused"]
+    plan = [(find_workload("one:8M"), [adamw] * 3), (find_workload("one:4M"), [adamw] * 2)]
+    assert step._shares(plan) == [0.75, 0.25]
+    assert step._shares(plan[1:]) == [1.0]
 
 
 def step_record(**time: Any) -> dict[str, Any]:
