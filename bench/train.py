@@ -432,4 +432,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def select_optimizers(names: Sequence[str], backend: str) -> list[Contender]:
     """Contenders of a training loop: the baseline first."""
     chosen = select(names, backend)
+    for contender in chosen:
+        if contender.dtype is not None:
+            raise BenchError(f"{contender.name}: all train the same float32 model; leave out the @")
     return [CONTENDERS[BASELINE], *(c for c in chosen if c.name != BASELINE)]

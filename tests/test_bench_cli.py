@@ -454,6 +454,9 @@ def test_other_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "only cpu and cuda" in failure(capsys, "info", "--device", "meta")
     assert "trains on images" in failure(capsys, "train", "--model", "mlp", "--context", "8")
     assert "leave out --model" in failure(capsys, "train", "--preset", "loops", "--model", "mlp")
+    assert "leave out the @" in failure(
+        capsys, "train", "--model", "mlp", "--optimizers", "ngnmdv1@bfloat16"
+    )
     short = tmp_path / "short.txt"
     short.write_text("to be")
     assert "5 bytes" in failure(
