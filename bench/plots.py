@@ -78,8 +78,8 @@ def plot_step(record: dict[str, Any], path: Path) -> None:
     height = 0.26 * len(names)
     figure = _figure(3.6 + 2.3 * max(2, len(panels)), 2.0 + height)
     all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, rows in zip(all_axes, panels.values(), strict=True):
-        _ratio_panel(axes, names, rows, record)
+    for axes, panel in zip(all_axes, panels.values(), strict=True):
+        _ratio_panel(axes, names, panel, record)
     first = all_axes[0]
     first.set_ylim(len(names) - 0.4, -0.6)
     first.set_yticks(range(len(names)), [labels[name] for name in names])
