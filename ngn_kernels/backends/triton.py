@@ -49,14 +49,22 @@ def column_types(kernel: str, rule: Rule, key: BucketKey) -> dict[str, torch.dty
 def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
     """What a kernel is specialised on; types that it does not touch play no part."""
     types = column_types(kernel, rule, key)
+    state = [types[column] for column in "mv" if column in types]
     vector = vector_length(types.values())
+    if kernel == "apply" and (key.rounding != "nearest" or set(state) - {torch.float32}):
+        # What is stored takes more arithmetic, and more of it than this would not fit the registers.
+        vector = min(vector, 4)
     of_apply = {"MOMENTUM": rule.momentum, "COORDINATE": rule.coordinate}
     columns = "xgmv" if kernel == "apply" else "xgv"
+    # Who only reads parameters need not know how they are rounded, but where their bits lie.
+    matters = kernel == "apply" or (key.rounding == "exact" and "x" in types)
     return {
         **(of_apply if kernel == "apply" else {}),
         "RMS": rule.rms,
         "REGULARISED": rule.regularised,
         **{f"{c.upper()}_TYPE": triton_type(types.get(c, torch.float32)) for c in columns},
+        "ROUNDING": key.rounding if matters else "nearest",
+        "CODED": any(dtype.itemsize == 1 for dtype in state),
         "VECTOR": vector,
         "BLOCK": THREADS * vector,
     }
@@ -75,7 +83,7 @@ def options(target: Any) -> dict[str, Any]:
     if target.backend == "cuda":
         # Half of the machine's warps stay resident. Without a bound some variants take 80, and
         # others are held to 48 by spilling.
-        chosen["maxnreg"] = 64
+        chosen["maxnreg"] = int(os.environ.get("NREG", 64))
     return chosen
 
 
@@ -129,16 +137,11 @@ class TritonBackend:
                     f"{what} of {dtype}; it takes float32, bfloat16 and float16: use those, "
                     'or backend="reference"'
                 )
-        if key.rounding != "nearest":
-            return (
-                f'rounding="{key.rounding}"; it rounds parameters to nearest: '
-                'leave rounding= out, or use backend="reference"'
-            )
         for state in (key.m, key.v):
-            if state != torch.float32:
+            if state == torch.float64:
                 return (
-                    f"state of {state}; it keeps float32 state: "
-                    'leave state= out, or use backend="reference"'
+                    f"state of {state}; it keeps float32, bfloat16 and 8-bit state: "
+                    'load float32 state, or use backend="reference"'
                 )
         return None
 

@@ -13,17 +13,26 @@ UPPERCASE compile-time constants.
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from ..rules import Reason
 from ..tables import Column, Count, GroupColumn, Input, Size, Sum
 from .triton import THREADS
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from .triton_formats import (
+    EXACT,
+    QUANTUM,
+    STOCHASTIC,
+    device,
+    is_aligned,
+    limit,
+    load,
+    noise,
+    noise_words,
+    other_noise,
+    place,
+    store,
+)
 
 X, G, M, V = (tl.constexpr(int(c)) for c in (Column.X, Column.G, Column.M, Column.V))
 STEP, NUMEL = tl.constexpr(int(Column.STEP)), tl.constexpr(int(Column.NUMEL))
@@ -51,16 +60,6 @@ GRADIENT_NOT_FINITE = tl.constexpr(int(Reason.GRADIENT_NOT_FINITE))
 ELEMENTS_KEPT = tl.constexpr(int(Reason.ELEMENTS_KEPT))
 
 INFINITY = tl.constexpr(float("inf"))
-BFLOAT16_LIMIT = tl.constexpr(float.fromhex("0x1.ffp127"))
-FLOAT16_LIMIT = tl.constexpr(65520.0)
-
-
-def device(function: Any) -> Any:
-    """A function that kernels call."""
-    # Triton's interpreter prepares its whole language anew at each call of a jit function; called
-    # from a kernel, a plain function does the same in a fraction of the time.
-    return function if INTERPRETED else triton.jit(function)
-
 
 # An argument per line would hide the kernels behind their lists.
 # fmt: off
@@ -144,17 +143,6 @@ def preconditioner(b_v, k_v):
 
 
 @device
-def limit(TYPE: tl.constexpr):
-    """The smallest magnitude that a storage type rounds to infinity."""
-    if TYPE == tl.bfloat16:
-        return BFLOAT16_LIMIT
-    elif TYPE == tl.float16:
-        return FLOAT16_LIMIT
-    else:
-        return INFINITY
-
-
-@device
 def locate(table, chunks, n_rows, chunk_size, i_chunk):
     """A chunk's row in the table, its first element, and how many elements it has."""
     row = table + tl.load(chunks + 2 * i_chunk)
@@ -164,77 +152,35 @@ def locate(table, chunks, n_rows, chunk_size, i_chunk):
 
 
 @device
-def is_aligned(column, TYPE: tl.constexpr, VECTOR: tl.constexpr):
-    return tl.load(column) % (VECTOR * (TYPE.primitive_bitwidth // 8)) == 0
-
-
-@device
-def address(column, begin, TYPE: tl.constexpr):
-    """Where element `begin` of a row lies."""
-    return tl.load(column) + begin * (TYPE.primitive_bitwidth // 8)
-
-
-@device
-def pointer(address, TYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """An address as a pointer that is aligned to VECTOR elements.
-
-    The hint is always true: where the address is not aligned, this is another address, and the
-    caller has no elements there. A hint on the address itself would stick to it, and the unaligned
-    path would vectorise too.
-    """
-    BYTES: tl.constexpr = VECTOR * (TYPE.primitive_bitwidth // 8)
-    if VECTOR > 1:
-        return tl.multiple_of((address // BYTES * BYTES).to(tl.pointer_type(TYPE)), BYTES)
-    else:
-        return address.to(tl.pointer_type(TYPE))
-
-
-@device
-def load(address, o, mask, TYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """A block of values as float32."""
-    if TYPE == tl.bfloat16:
-        # By integers, as in convert.h: Triton's interpreter truncates bfloat16.
-        p = pointer(address, tl.uint16, VECTOR)
-        return (tl.load(p + o, mask=mask, other=0).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return tl.load(pointer(address, TYPE, VECTOR) + o, mask=mask, other=0.0).to(tl.float32)
-
-
-@device
-def store(address, o, b, mask, TYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """A block of float32 values, all finite in TYPE, rounded to nearest even."""
-    if TYPE == tl.bfloat16:
-        bits = b.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        tl.store(pointer(address, tl.uint16, VECTOR) + o, rounded.to(tl.uint16), mask=mask)
-    else:
-        tl.store(pointer(address, TYPE, VECTOR) + o, b.to(TYPE), mask=mask)
+def noise_of_row(row, n_rows, begin):
+    """What the noise of its elements from `begin` on shares."""
+    p_step = tl.load(row + STEP * n_rows).to(tl.pointer_type(tl.float32))
+    index = tl.load(row + FIRST * n_rows) + begin
+    return noise_words(tl.load(row + NOISE_KEY * n_rows), tl.load(p_step).to(tl.int32) + 1, index)
 
 
 @device
 def reduce_span(
     row, n_rows, begin, n, gradient_scale, k_v, RMS: tl.constexpr, REGULARISED: tl.constexpr,
-    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
+    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr, ROUNDING: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The sums of g^2 / D and g x over `n` elements of a row, VECTOR at a time."""
-    p_x = address(row + X * n_rows, begin, X_TYPE)
-    p_v = address(row + V * n_rows, begin, V_TYPE)
-    p_g = address(row + G * n_rows, begin, G_TYPE)
+    p_x = place(row + X * n_rows, row + REMAINDER * n_rows, begin, X_TYPE, ROUNDING)
+    p_v = place(row + V * n_rows, row + V_SCALE * n_rows, begin, V_TYPE)
+    p_g = place(row + G * n_rows, 0, begin, G_TYPE)
     b_weighted = tl.full((BLOCK,), 0.0, tl.float32)
     b_alignment = tl.full((BLOCK,), 0.0, tl.float32)
     for first in range(0, n, BLOCK):
-        o = first + tl.arange(0, BLOCK)
-        mask = o < n
-        b_g = load(p_g, o, mask, G_TYPE, VECTOR) * gradient_scale
+        b_g = load(p_g, first, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
         if RMS:
-            b_v = load(p_v, o, mask, V_TYPE, VECTOR)
+            b_v = load(p_v, first, n, V_TYPE, VECTOR, BLOCK)
             b_d = preconditioner(second_moment(b_v, b_g, k_v), k_v)
             b_weighted += tl.div_rn(b_g * b_g, b_d)
         else:
             b_weighted += b_g * b_g
         if REGULARISED:
-            b_alignment += b_g * load(p_x, o, mask, X_TYPE, VECTOR)
+            b_alignment += b_g * load(p_x, first, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
     weighted = tl.sum(b_weighted.to(tl.float64))
     alignment = tl.sum(b_alignment.to(tl.float64)) if REGULARISED else weighted
     return weighted, alignment
@@ -256,8 +202,8 @@ def reduce(
     table, chunks, groups, inputs, sums, partials, ticket,
     n_rows, n_chunks, chunk_size, n_buckets, index,
     RMS: tl.constexpr, REGULARISED: tl.constexpr,
-    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr, ROUNDING: tl.constexpr,
+    CODED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """One chunk per block; writes their partials, then the bucket's sums, and nothing else."""
     i_block = tl.program_id(0)
@@ -283,16 +229,19 @@ def reduce(
         vectors &= is_aligned(row + V * n_rows, V_TYPE, VECTOR)
     if REGULARISED:
         vectors &= is_aligned(row + X * n_rows, X_TYPE, VECTOR)
-    n_aligned = tl.where(vectors, n // VECTOR, 0) * VECTOR
+        if ROUNDING == EXACT:
+            vectors &= is_aligned(row + REMAINDER * n_rows, tl.int16, VECTOR)
+    WHOLE: tl.constexpr = QUANTUM if CODED else VECTOR
+    n_aligned = tl.where(vectors, n // WHOLE, 0) * WHOLE
     weighted, alignment = reduce_span(
         row, n_rows, begin, n_aligned, gradient_scale, k_v, RMS, REGULARISED,
-        X_TYPE, G_TYPE, V_TYPE, VECTOR, BLOCK,
+        X_TYPE, G_TYPE, V_TYPE, ROUNDING, VECTOR, BLOCK,
     )
     if n_aligned < n:
         # Half the block: in the same shape, the compiler would give it the layout of the vectors.
         rest = reduce_span(
             row, n_rows, begin + n_aligned, n - n_aligned, gradient_scale, k_v, RMS, REGULARISED,
-            X_TYPE, G_TYPE, V_TYPE, 1, BLOCK // 2,
+            X_TYPE, G_TYPE, V_TYPE, ROUNDING, 1, BLOCK // 2,
         )
         weighted += rest[0]
         alignment += rest[1]
@@ -329,21 +278,21 @@ def apply_span(
     row, n_rows, begin, n, k, k_v,
     MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, RMS: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDING: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Update `n` elements of a row, VECTOR at a time; 1 if any of them kept its old values."""
     gradient_scale, step, flatness, curvature, decay, beta1 = k
-    p_x = address(row + X * n_rows, begin, X_TYPE)
-    p_m = address(row + M * n_rows, begin, M_TYPE)
-    p_v = address(row + V * n_rows, begin, V_TYPE)
-    p_g = address(row + G * n_rows, begin, G_TYPE)
+    p_x = place(row + X * n_rows, row + REMAINDER * n_rows, begin, X_TYPE, ROUNDING)
+    p_m = place(row + M * n_rows, row + M_SCALE * n_rows, begin, M_TYPE)
+    p_v = place(row + V * n_rows, row + V_SCALE * n_rows, begin, V_TYPE)
+    p_g = place(row + G * n_rows, 0, begin, G_TYPE)
+    RANDOM: tl.constexpr = M_TYPE == tl.int8 or V_TYPE != tl.float32 or ROUNDING == STOCHASTIC
+    words = noise_of_row(row, n_rows, begin) if RANDOM else 0
     b_kept = tl.full((BLOCK // VECTOR,), 0, tl.int32)
     for first in range(0, n, BLOCK):
-        o = first + tl.arange(0, BLOCK)
-        mask = o < n
-        b_g = load(p_g, o, mask, G_TYPE, VECTOR) * gradient_scale
+        b_g = load(p_g, first, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
         if RMS:
-            b_v = load(p_v, o, mask, V_TYPE, VECTOR)
+            b_v = load(p_v, first, n, V_TYPE, VECTOR, BLOCK)
             b_v_new = second_moment(b_v, b_g, k_v)
             b_d = preconditioner(b_v_new, k_v)
         if COORDINATE:
@@ -351,24 +300,29 @@ def apply_span(
             b_m_new = tl.where(b_divisor == 0, 0.0, tl.div_rn(step * b_g, b_divisor))
         else:
             b_m_new = tl.div_rn(step * b_g, b_d) if RMS else step * b_g
-        b_x = load(p_x, o, mask, X_TYPE, VECTOR)
+        b_x = load(p_x, first, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
         b_m_new += decay * b_x
         if MOMENTUM:
-            b_m = load(p_m, o, mask, M_TYPE, VECTOR)
+            b_m = load(p_m, first, n, M_TYPE, VECTOR, BLOCK)
             b_m_new += beta1 * b_m
         b_x_new = b_x - b_m_new
 
         # An element that would not be finite in its storage type keeps its old values.
-        b_finite = tl.abs(b_x_new) < limit(X_TYPE)
+        b_finite = tl.abs(b_x_new) < limit(X_TYPE, ROUNDING)
         if MOMENTUM:
             b_finite &= tl.abs(b_m_new) < limit(M_TYPE)
         if RMS:
-            b_finite &= b_v_new < limit(V_TYPE)
-        store(p_x, o, tl.where(b_finite, b_x_new, b_x), mask, X_TYPE, VECTOR)
+            b_finite &= b_v_new < limit(V_TYPE, STOCHASTIC)
+        b_random = noise(words, first + tl.arange(0, BLOCK)) if RANDOM else 0
+        b_other = other_noise(b_random) if ROUNDING == STOCHASTIC else 0
+        b_x_kept = tl.where(b_finite, b_x_new, b_x)
+        store(p_x, first, n, b_x_kept, b_other, X_TYPE, VECTOR, BLOCK, ROUNDING)
         if MOMENTUM:
-            store(p_m, o, tl.where(b_finite, b_m_new, b_m), mask, M_TYPE, VECTOR)
+            b_m_kept = tl.where(b_finite, b_m_new, b_m)
+            store(p_m, first, n, b_m_kept, b_random, M_TYPE, VECTOR, BLOCK)
         if RMS:
-            store(p_v, o, tl.where(b_finite, b_v_new, b_v), mask, V_TYPE, VECTOR)
+            b_v_kept = tl.where(b_finite, b_v_new, b_v)
+            store(p_v, first, n, b_v_kept, b_random, V_TYPE, VECTOR, BLOCK, STOCHASTIC)
         # Past the end are zeros, which stay finite. Joined within a thread, which saves registers.
         b_bad = tl.reshape(tl.where(b_finite, 0, 1), (BLOCK // VECTOR, VECTOR))
         b_kept |= tl.max(b_bad, axis=1)
@@ -418,7 +372,7 @@ def apply(
     n_rows, n_chunks, chunk_size, n_buckets, n_groups, last,
     MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, RMS: tl.constexpr, REGULARISED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDING: tl.constexpr, CODED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """One chunk per block, unless the sums forbid the step; `last` marks the step's last bucket."""
     i_block = tl.program_id(0)
@@ -457,22 +411,26 @@ def apply(
     )
 
     vectors = is_aligned(row + X * n_rows, X_TYPE, VECTOR) & is_aligned(row + G * n_rows, G_TYPE, VECTOR)
+    if ROUNDING == EXACT:
+        vectors &= is_aligned(row + REMAINDER * n_rows, tl.int16, VECTOR)
     if MOMENTUM:
         vectors &= is_aligned(row + M * n_rows, M_TYPE, VECTOR)
     if RMS:
         vectors &= is_aligned(row + V * n_rows, V_TYPE, VECTOR)
-    n_aligned = tl.where(vectors, n // VECTOR, 0) * VECTOR
+    WHOLE: tl.constexpr = QUANTUM if CODED else VECTOR
+    n_aligned = tl.where(vectors, n // WHOLE, 0) * WHOLE
     n_rest = n - n_aligned
     kept = apply_span(
         row, n_rows, begin, n_aligned, k, k_v, MOMENTUM, COORDINATE, RMS,
-        X_TYPE, G_TYPE, M_TYPE, V_TYPE, VECTOR, BLOCK,
+        X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, VECTOR, BLOCK,
     )
     if n_rest > 0:
-        # Looked up anew rather than kept in registers all along; half the block as in reduce.
+        # Looked up anew rather than kept in registers all along; a part of the block as in reduce.
+        REST: tl.constexpr = BLOCK // (4 if CODED else 2)
         rest_row, rest_begin, n_all = locate(table, chunks, n_rows, chunk_size, i_chunk)
         kept |= apply_span(
             rest_row, n_rows, rest_begin + (n_all - n_rest), n_rest, k, k_v, MOMENTUM, COORDINATE, RMS,
-            X_TYPE, G_TYPE, M_TYPE, V_TYPE, 1, BLOCK // 2,
+            X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, 1, REST,
         )
     tl.atomic_max(counts + REASON, tl.full((), ELEMENTS_KEPT, tl.int64), mask=kept != 0, sem="relaxed")
 
@@ -480,6 +438,8 @@ def apply(
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:
         tl.store(ticket, 0)
+        if CODED:  # again, rather than kept in registers
+            rho, clip, reason = shrink(sums, n_buckets, inputs, RMS)
         advance_steps(table, n_rows, reason)
         if not COORDINATE:  # which have no rho to tell
             tell_sizes(groups, sizes, n_groups, rho, reason, REGULARISED)

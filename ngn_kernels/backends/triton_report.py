@@ -80,12 +80,14 @@ class Variant:
     rule: Rule
     param: torch.dtype
     grad: torch.dtype
+    m: torch.dtype = torch.float32
+    v: torch.dtype = torch.float32
+    rounding: str = "nearest"
 
     @property
     def key(self) -> BucketKey:
-        return BucketKey(
-            torch.device("cuda", 0), self.param, self.grad, torch.float32, torch.float32
-        )
+        device = torch.device("cuda", 0)
+        return BucketKey(device, self.param, self.grad, self.m, self.v, self.rounding)
 
     @property
     def constants(self) -> dict[str, Any]:

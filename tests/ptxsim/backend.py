@@ -28,6 +28,7 @@ class SimulatedBackend(TritonBackend):
         for i, row in enumerate(bucket.rows):
             row.hold_gradient()
             columns = {"x": row.x, "g": row.held, "m": row.m, "v": row.v, "step": row.step}
+            columns |= {"m_scale": row.m_scale, "v_scale": row.v_scale, "rest": row.remainder}
             for column, tensor in columns.items():
                 if tensor is not None:
                     memory.register(tensor, f"{column}{i}", read_only=reduces or column == "g")

@@ -176,7 +176,8 @@ def integer(kernel: Kernel, instruction: Instruction, kind: str) -> Step:
         kinds = [kind, kind] + ([wide] if name == "mad" else [])
         return elementwise(kernel, operands, kinds, wide, multiply)
     functions = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
-    return elementwise(kernel, operands, [kind] * 2, kind, functions[name])
+    functions["neg"] = np.negative
+    return elementwise(kernel, operands, [kind] * (len(operands) - 1), kind, functions[name])
 
 
 @handles("rcp")
@@ -281,13 +282,19 @@ def permute_bytes(kernel: Kernel, instruction: Instruction) -> Step:
         result = np.zeros(1, np.uint64)
         for byte in range(4):
             pick = (selector >> np.uint32(4 * byte)) & np.uint32(15)
-            if (pick & 8).any():
-                raise Unsupported("prmt with sign replication")
-            chosen = joined >> (8 * pick).astype(np.uint64) & np.uint64(255)
+            chosen = joined >> (8 * (pick & 7)).astype(np.uint64) & np.uint64(255)
+            # The highest bit of a selector asks for the sign of that byte, eight times.
+            chosen = np.where(pick & 8, (chosen >> np.uint64(7)) * np.uint64(255), chosen)
             result = result | chosen << np.uint64(8 * byte)
         return result.astype(np.uint32)
 
     return elementwise(kernel, instruction.operands, ["b32"] * 3, "b32", function)
+
+
+def truncated(values: np.ndarray, ends: np.iinfo) -> np.ndarray:
+    """Towards zero; what does not fit becomes the nearest end, and NaN zero."""
+    wide = np.trunc(np.nan_to_num(values.astype(np.float64), nan=0.0))
+    return np.clip(wide, ends.min, ends.max).astype(ends.dtype)
 
 
 @handles("cvt")
@@ -297,9 +304,25 @@ def convert(kernel: Kernel, instruction: Instruction) -> Step:
     narrows = WIDTHS[to] < WIDTHS[origin] or origin not in FLOATS
     if to in FLOATS and narrows and rounding is None:
         raise Unsupported("a narrowing conversion without rounding")
-    if to not in FLOATS and origin in FLOATS:
-        raise Unsupported("float to integer")
     container = numbers(to)
+    if to not in FLOATS and origin in FLOATS:
+        if instruction.take("rzi") is None:
+            raise Unsupported("rounding other than towards zero")
+        ends = np.iinfo(container)
+        return elementwise(
+            kernel, instruction.operands, [origin], to, lambda values: truncated(values, ends)
+        )
+    if to[0] == "s":
+        # A register that is wider than the type gets the sign in all its upper bits.
+        stored = kernel.widths[kernel.registers[instruction.operands[0]]]
+        wide = SIGNED[max(stored, WIDTHS[to])]
+        return elementwise(
+            kernel,
+            instruction.operands,
+            [origin],
+            f"s{8 * max(stored, WIDTHS[to])}",
+            lambda values: values.astype(container).astype(wide),
+        )
     return elementwise(
         kernel, instruction.operands, [origin], to, lambda values: values.astype(container)
     )
