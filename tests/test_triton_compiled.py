@@ -18,7 +18,15 @@ pytest.importorskip("triton")
 from compiled import check_resources, on_each_target
 
 from ngn_kernels.backends.triton import chunk_size
-from ngn_kernels.backends.triton_report import TARGETS, Target, Variant, main, variants
+from ngn_kernels.backends.triton_report import (
+    TARGETS,
+    Target,
+    Variant,
+    main,
+    narrow_variants,
+    spills_in_loops,
+    variants,
+)
 from ngn_kernels.rules import RULES
 
 ALL = list(variants())
@@ -40,6 +48,23 @@ def test_resources(variant: Variant, target: Target) -> None:
     check_resources(variant, target)
 
 
+@on_each_target(narrow_variants())
+def test_resources_of_narrow_numbers(variant: Variant, target: Target) -> None:
+    check_resources(variant, target)
+
+
+def test_spills_are_looked_for_in_loops() -> None:
+    code = """
+        /*0000*/  STL [R1], R26 ;  /* 0x0000001a01007387 */
+        /*0010*/  @P0 BRA 0x40 ;
+        /*0020*/  LDL.LU R0, [R1] ;
+        /*0030*/  BRA.U !UP0, 0x10 ;
+        /*0040*/  LDL R2, [R1+0x4] ;
+    """
+    assert spills_in_loops(code) == 1
+    assert spills_in_loops(code.replace("BRA.U !UP0, 0x10", "EXIT")) == 0
+
+
 def test_occupancy_counts_whole_blocks() -> None:
     sm = TARGETS[0]
     assert sm.occupancy(32) == 1
@@ -58,6 +83,7 @@ def test_chunks_fit_small_and_large_models(numel: int, size: int) -> None:
 
 def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ngn_kernels.backends.triton_report.variants", lambda: ALL[:1])
+    monkeypatch.setattr("ngn_kernels.backends.triton_report.narrow_variants", lambda: ())
     main(["--target", "sm_90", "--target", "gfx942"])
     lines = capsys.readouterr().out.splitlines()
     assert "sm_90" in lines[1] and "gfx942" in lines[1] and "sm_80" not in lines[1]

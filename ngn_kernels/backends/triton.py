@@ -76,14 +76,14 @@ def triton_type(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def options(target: Any) -> dict[str, Any]:
-    """How a kernel is compiled for a target."""
+def options(target: Any, v: torch.dtype) -> dict[str, Any]:
+    """How a kernel is compiled for a target, with v of this type."""
     # Triton is about to change its default: without fusion the bits are those of the formulas.
     chosen = {"num_warps": THREADS // target.warp_size, "num_stages": 1, "enable_fp_fusion": False}
     if target.backend == "cuda":
         # Half of the machine's warps stay resident. Without a bound some variants take 80, and
-        # others are held to 48 by spilling.
-        chosen["maxnreg"] = int(os.environ.get("NREG", 64))
+        # others are held to 48 by spilling. An 8-bit v does not fit: three eighths stay.
+        chosen["maxnreg"] = 72 if v == torch.uint8 else 64
     return chosen
 
 
@@ -165,7 +165,7 @@ class TritonBackend:
                 return
             named = constants(name, rule, bucket.key)
             kernel = getattr(self.kernels, name)
-            compiled = kernel[(blocks,)](*args, **named, **options(self.target()))
+            compiled = kernel[(blocks,)](*args, **named, **options(self.target(), bucket.key.v))
             # The interpreter compiles nothing.
             if compiled is not None:
                 tables.compiled[name, rule] = compiled, tuple(named.values())

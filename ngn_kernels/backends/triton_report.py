@@ -103,11 +103,17 @@ class Variant:
     def __str__(self) -> str:
         flags = ("momentum", "coordinate", "rms", "regularised")
         names = [flag for flag in flags if getattr(self.rule, flag)] or ["plain"]
-        return f"{self.kernel} {'+'.join(names)} x:{short(self.param)} g:{short(self.grad)}"
+        text = f"{self.kernel} {'+'.join(names)} x:{short(self.param)} g:{short(self.grad)}"
+        read = column_types(self.kernel, self.rule, self.key)
+        for column in "mv":
+            if read.get(column, torch.float32) != torch.float32:
+                text += f" {column}:{short(read[column])}"
+        return text if self.rounding == "nearest" else f"{text} {self.rounding}"
 
 
 def variants(types: tuple[torch.dtype, ...] = STORAGE) -> Iterator[Variant]:
-    """Every specialisation that an optimizer can ask for, with these storage types, once."""
+    """Every specialisation with float32 state and these storage types that an optimizer can ask
+    for, once."""
     rules = {rule.with_momentum(m) for rule in RULES.values() for m in {rule.momentum, False}}
     ordered = sorted(rules, key=lambda r: (r.rms, r.coordinate, r.regularised, r.momentum))
     seen = set()
@@ -119,6 +125,19 @@ def variants(types: tuple[torch.dtype, ...] = STORAGE) -> Iterator[Variant]:
         if identity not in seen:
             seen.add(identity)
             yield variant
+
+
+def narrow_variants() -> Iterator[Variant]:
+    """Of narrow state and rounded parameters there are many: these stand for them."""
+    single, half = torch.float32, torch.bfloat16
+    coded = torch.int8, torch.uint8
+    yield Variant("apply", RULES["NGNMDv1"], single, single, half, half)
+    yield Variant("apply", RULES["NGNMDv1"], single, single, torch.int8, half)
+    yield Variant("apply", RULES["NGNMDv1"], single, single, *coded)
+    yield Variant("reduce", RULES["NGNMDv1"], single, single, *coded)
+    yield Variant("apply", RULES["NGNMDv2"], single, single, *coded)
+    yield Variant("apply", RULES["NGNMDv1W"], half, half, *coded, "exact")
+    yield Variant("reduce", RULES["NGNMDv1W"], half, half, *coded, "exact")
 
 
 def compile_variant(variant: Variant, target: Target) -> Any:
@@ -139,7 +158,7 @@ def compile_variant(variant: Variant, target: Target) -> Any:
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name in POINTERS
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    chosen = options(target.triton)
+    chosen = options(target.triton, variant.v)
     return triton.compile(source, target=target.triton, options=chosen)
 
 
@@ -148,7 +167,8 @@ class Resources:
     """What a compiled kernel takes: registers of a thread, what was spilled, widths of accesses."""
 
     registers: int
-    spilled: int
+    spilled: int  # bytes of a thread
+    spilled_in_loops: int  # instructions that store or load them again and again
     shared: int
     loads: Counter[int]  # bytes of one access -> number of vector instructions of that width
     stores: Counter[int]
@@ -165,8 +185,15 @@ def _read_cubin(compiled: Any) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        usage, code = (
+            subprocess.run(
+                [knobs.nvidia.cuobjdump.path, what, file.name],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+            for what in ("--dump-resource-usage", "--dump-sass")
+        )
     found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     loads, stores = (
         Counter(
@@ -179,8 +206,27 @@ def _read_cubin(compiled: Any) -> Resources:
     )
     # The kernels have no arrays of their own: what lies on the stack was spilled.
     return Resources(
-        found["REG"], found["STACK"] + found["LOCAL"], compiled.metadata.shared, loads, stores
+        found["REG"],
+        found["STACK"] + found["LOCAL"],
+        spills_in_loops(code),
+        compiled.metadata.shared,
+        loads,
+        stores,
     )
+
+
+def spills_in_loops(code: str) -> int:
+    """How many instructions between a backward branch and its target reach for local memory."""
+    placed = [
+        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", code)
+    ]
+    loops = [
+        (int(target[1], 16), at)
+        for at, text in placed
+        if (target := re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)) and int(target[1], 16) < at
+    ]
+    spills = [at for at, text in placed if re.search(r"\b(STL|LDL)\b", text)]
+    return sum(any(first <= at <= last for first, last in loops) for at in spills)
 
 
 def _read_amdgcn(compiled: Any) -> Resources:
@@ -201,12 +247,17 @@ def _read_amdgcn(compiled: Any) -> Resources:
         for kind in ("load", "store")
     )
     # Registers that were spilled, to other registers or not, and scratch memory.
-    spilled = map(number, ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"))
-    return Resources(number("vgpr_count"), sum(spilled), compiled.metadata.shared, loads, stores)
+    kinds = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+    spilled = sum(map(number, kinds))
+    # Where they are is not looked for.
+    return Resources(
+        number("vgpr_count"), spilled, spilled, compiled.metadata.shared, loads, stores
+    )
 
 
 def short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -231,8 +282,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"Triton {triton.__version__}: registers of a thread (resident warps), widest load and store in bytes"
     )
-    print(f"{'':48}" + "".join(f"{t.name:>18}" for t in targets))
-    for variant in variants():
+    print(f"{'':60}" + "".join(f"{t.name:>18}" for t in targets))
+    for variant in (*variants(), *narrow_variants()):
         if variant.param != variant.grad and not chosen.mixed:
             continue
         cells = []
@@ -243,4 +294,4 @@ def main(arguments: list[str] | None = None) -> None:
             cells.append(
                 f"{used.registers} ({target.occupancy(used.registers):.0%}) {widths}{spills}"
             )
-        print(f"{variant!s:48}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+        print(f"{variant!s:60}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
