@@ -28,7 +28,7 @@ help:
 	@echo "make aarch64      the C++ engine's baseline, cross-compiled and run under an emulator"
 	@echo "make package      sdist and wheel, each installed and tried in a fresh environment"
 
-COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_races.py \
+COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_races.py tests/test_triton_formats.py \
 	tests/test_triton_compiled.py tests/test_triton_compiled_mixed.py
 
 test: $(BUILT)
@@ -50,6 +50,10 @@ test-triton: $(BUILT)
 		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
 		tests/test_layouts.py -k "float32 or expanded or complex"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
+		tests/test_narrow.py tests/test_rounding.py tests/test_triton_formats.py \
+		-k "kept or cannot or overflows or orders or both or bits_of_the_table or \
+			(NGNMDv1W and not triton-bfloat16 and not triton-float16)"
 
 test-gpu: $(BUILT)
 	$(BIN)/python -m pytest -q tests/test_gpu.py

@@ -12,6 +12,7 @@ import pytest
 import torch
 from algorithms import ALGORITHMS, EVERY, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
 from conftest import runnable_backends
+from extent import Extent
 from helpers import params_of, random_columns, random_gradients, snapshot
 from pair import Pair, numbers_in
 from torch import Tensor
@@ -25,8 +26,9 @@ from ngn_kernels.formats import FORMATS, QUANTUM, Format
 STATES: tuple[Any, ...] = ("bfloat16", "8bit", ("8bit", "bfloat16"), ("float32", "8bit"))
 EVERY_STATE = pytest.mark.parametrize("state", STATES, ids=str)
 KEPT = [a for a in ALGORITHMS if a.momentum or a.rms]
-# A whole number of quanta, one element more, a matrix, several chunks; and a small one.
-SHAPES = ([(4096,), (10,), (65, 64)], [(4161,), (3, 16385)])
+# A whole number of quanta, one element more, a matrix; and a small one.
+SHAPES = ([(4096,), (10,), (65, 64)], [(4161,)])
+LARGE = (3, 16385)  # several chunks; an interpreter's are smaller
 NARROW = [
     pytest.param(key, name, id=f"{key}-{name}")
     for key, named in FORMATS.items()
@@ -162,22 +164,21 @@ def test_bytes_of_the_formats() -> None:
 def build(
     algorithm: Algorithm, backend: str, state: Any, dtype: torch.dtype, **options: Any
 ) -> Any:
-    """Where Triton has no narrow state, it says so."""
-    if backend == "triton":
-        pytest.skip("it keeps float32 state")
-    columns = random_columns(SHAPES, dtype)
+    few, many = SHAPES
+    columns = random_columns([few, many if backend == "triton" else [*many, LARGE]], dtype)
     return algorithm.build(columns, backend=backend, state=state, **options)
 
 
 @EVERY
 @EVERY_STATE
+@pytest.mark.essential
 @pytest.mark.dtypes(torch.float32, torch.bfloat16, torch.float16)
 def test_steps_from_identical_state(
-    algorithm: Algorithm, backend: str, dtype: torch.dtype, state: Any
+    algorithm: Algorithm, backend: str, dtype: torch.dtype, state: Any, extent: Extent
 ) -> None:
     options: dict[str, Any] = {"max_grad_norm": 2.0, "loss_floor": -0.5}
     pair = Pair(algorithm, build(algorithm, backend, state, dtype, **options), **options)
-    for k in range(3):
+    for k in range(extent.steps_from_sync):
         random_gradients(params_of(pair.optimizer), seed=k, norm=3.0 / (k + 1))
         pair.sync()
         pair.step(0.7 + k)
@@ -196,8 +197,6 @@ def test_steps_from_identical_state(
 @pytest.mark.parametrize("algorithm", [NGNMDv1, NGNMDv2], ids=str)
 def test_a_run_stays_near_float32(algorithm: Algorithm, backend: str, state: Any) -> None:
     """Gradients that fall tenfold, with sizes over two decades within a quantum."""
-    if backend == "triton":
-        pytest.skip("it keeps float32 state")
     generator = torch.Generator().manual_seed(0)
     size = 10 ** (-2 * torch.rand(64, 128, generator=generator))
     drift = torch.randn(64, 128, generator=generator).sign()
@@ -234,6 +233,7 @@ def test_threads_change_no_bit(backend: str, state: Any) -> None:
 
 @EVERY_STATE
 @pytest.mark.parametrize("algorithm", KEPT, ids=str)
+@pytest.mark.essential
 def test_a_skipped_step_leaves_every_code(algorithm: Algorithm, backend: str, state: Any) -> None:
     optimizer = build(algorithm, backend, state, torch.float32)
     random_gradients(params_of(optimizer), seed=0)
@@ -247,6 +247,7 @@ def test_a_skipped_step_leaves_every_code(algorithm: Algorithm, backend: str, st
 
 
 @EVERY_STATE
+@pytest.mark.essential
 def test_elements_that_would_not_be_finite_keep_their_numbers(backend: str, state: Any) -> None:
     """Their neighbours, which share a scale with them, go on."""
     optimizer = build(NGNMDv2, backend, state, torch.float32)
@@ -270,10 +271,9 @@ def test_elements_that_would_not_be_finite_keep_their_numbers(backend: str, stat
     assert others.all()
 
 
+@pytest.mark.essential
 def test_what_a_narrow_type_cannot_hold_is_kept(backend: str) -> None:
     """Between the largest bfloat16 and the largest float32 there is room for a number."""
-    if backend == "triton":
-        pytest.skip("it keeps float32 state")
     p = Parameter(torch.zeros(4096))
     optimizer = ngn_kernels.NGNMDv2([p], betas=(0.9, 0.5), backend=backend, state="bfloat16")
     p.grad = torch.full_like(p, 1e-3)
@@ -287,8 +287,6 @@ def test_what_a_narrow_type_cannot_hold_is_kept(backend: str) -> None:
 @EVERY_STATE
 def test_memory_orders(backend: str, state: Any) -> None:
     """Transposed, channels last, with gaps: quanta are counted in memory, whatever the shape."""
-    if backend == "triton":
-        pytest.skip("it keeps float32 state")
 
     def params() -> list[Parameter]:
         generator = torch.Generator().manual_seed(0)
@@ -311,8 +309,6 @@ def test_memory_orders(backend: str, state: Any) -> None:
 
 @EVERY_STATE
 def test_a_new_memory_order_keeps_the_numbers_near(backend: str, state: Any) -> None:
-    if backend == "triton":
-        pytest.skip("it keeps float32 state")
     p = Parameter(torch.randn(8, 16, 7, 7, generator=torch.Generator().manual_seed(0)))
     optimizer = NGNMDv1.simple([p], backend=backend, state=state)
     random_gradients([p], seed=0)
@@ -338,6 +334,8 @@ def test_a_new_memory_order_keeps_the_numbers_near(backend: str, state: Any) -> 
 
 @EVERY_STATE
 def test_a_float64_gradient(backend: str, state: Any) -> None:
+    if backend == "triton":
+        pytest.skip("it has no float64")
     pair = Pair(NGNMDv1, build(NGNMDv1, backend, state, torch.float32))
     random_gradients(params_of(pair.optimizer), seed=0, dtype=torch.float64)
     for p in params_of(pair.optimizer):
@@ -402,8 +400,6 @@ def test_a_loaded_run_goes_on_with_the_same_bits(
 def test_every_state_loads_every_other(backend: str, state: Any, target: Any) -> None:
     optimizer = trained(backend, state)
     for name in runnable_backends():
-        if name == "triton":
-            continue
         other = another(optimizer, name, target)
         other.load_state_dict(optimizer.state_dict())
         pair = Pair(NGNMDv1, other)

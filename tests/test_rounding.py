@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import EVERY, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
+from extent import Shapes
 from helpers import params_of, random_columns, random_gradients, snapshot
 from pair import Pair
 from torch import Tensor
@@ -16,8 +17,15 @@ from torch.nn import Parameter
 import ngn_kernels
 from ngn_kernels import SkippedStepWarning, formats
 
-# Below, at and above a quantum, a block and a chunk.
+# Below, at and above a quantum, a block and a chunk; an interpreter's chunks are smaller.
 SHAPES = ([(1,), (63,), (65, 64)], [(513,), (3, 16385), ()])
+INTERPRETED = ([(1,), (65, 64)], [(513,), ()])
+
+
+def shapes(backend: str) -> Shapes:
+    return INTERPRETED if backend == "triton" else SHAPES
+
+
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -63,7 +71,7 @@ def test_split_numbers_are_joined_with_all_their_bits() -> None:
 
 def run(algorithm: Algorithm, backend: str, dtype: torch.dtype, **options: Any) -> Any:
     """Steps with gradients that float32 and bfloat16 parameters share."""
-    columns = [[p.bfloat16().float() for p in column] for column in random_columns(SHAPES)]
+    columns = [[p.bfloat16().float() for p in column] for column in random_columns(shapes(backend))]
     params = [[Parameter(p.to(dtype)) for p in column] for column in columns]
     optimizer = algorithm.build(params, backend=backend, max_grad_norm=1.0, **options)
     for k in range(4):
@@ -77,6 +85,7 @@ def run(algorithm: Algorithm, backend: str, dtype: torch.dtype, **options: Any) 
 
 @EVERY
 @pytest.mark.parametrize("state", ["float32", "8bit"])
+@pytest.mark.essential
 def test_exact_has_the_bits_of_float32(algorithm: Algorithm, backend: str, state: str) -> None:
     narrow = run(algorithm, backend, torch.bfloat16, rounding="exact", state=state)
     wide = run(algorithm, backend, torch.float32, state=state)
@@ -91,13 +100,14 @@ def test_exact_has_the_bits_of_float32(algorithm: Algorithm, backend: str, state
 
 @EVERY
 @pytest.mark.dtypes(torch.bfloat16, torch.float16)
+@pytest.mark.essential
 def test_stochastic_steps_end_at_a_neighbour(
     algorithm: Algorithm, backend: str, dtype: torch.dtype
 ) -> None:
     """The same step to nearest tells the unrounded number to half an ulp."""
     pairs = []
     for rounding in ("nearest", "stochastic"):
-        columns = random_columns(SHAPES, dtype)
+        columns = random_columns(shapes(backend), dtype)
         optimizer = algorithm.build(columns, backend=backend, rounding=rounding)
         pair = Pair(algorithm, optimizer)
         random_gradients(params_of(optimizer), seed=0)
@@ -130,10 +140,13 @@ def test_small_steps_are_not_lost(backend: str, dtype: torch.dtype) -> None:
     assert moved.get("exact", 1.0) == 1.0
 
 
+@pytest.mark.essential
 def test_both_rounded_and_coded(backend: str) -> None:
     """Parameters and state at once, from identical state against the oracle."""
     options: dict[str, Any] = {"rounding": "exact", "state": ("8bit", "bfloat16")}
-    optimizer = NGNMDv1W.build(random_columns(SHAPES, torch.bfloat16), backend=backend, **options)
+    optimizer = NGNMDv1W.build(
+        random_columns(shapes(backend), torch.bfloat16), backend=backend, **options
+    )
     pair = Pair(NGNMDv1W, optimizer)
     random_gradients(params_of(optimizer), seed=0)
     pair.step(1.0)
@@ -141,6 +154,7 @@ def test_both_rounded_and_coded(backend: str) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "exact"])
+@pytest.mark.essential
 def test_a_skipped_step_and_kept_elements(backend: str, rounding: str) -> None:
     params = random_columns([[(65, 64)]], torch.bfloat16)[0]
     optimizer = NGNMDv2.simple(params, backend=backend, rounding=rounding)
@@ -163,6 +177,7 @@ def test_a_skipped_step_and_kept_elements(backend: str, rounding: str) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "exact"])
+@pytest.mark.essential
 def test_no_parameter_overflows_at_random(backend: str, rounding: str) -> None:
     largest = torch.finfo(torch.bfloat16).max
     p = Parameter(torch.full((4096,), largest, dtype=torch.bfloat16))
@@ -179,6 +194,7 @@ def test_no_parameter_overflows_at_random(backend: str, rounding: str) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "exact"])
+@pytest.mark.essential
 def test_memory_orders(backend: str, rounding: str) -> None:
     """Transposed, and with gaps: each is the same numbers as its contiguous copy, or near them."""
     base = torch.randn(80, 140, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -84,6 +84,33 @@ def test_launches_do_not_grow_with_the_model(
         assert [name for name, _ in launches] == launches_of(algorithm, clipping)
 
 
+@EVERY
+@CLIPPING
+def test_narrow_numbers_take_the_same_launches(
+    algorithm: Algorithm, clipping: bool, fake_gpu: FakeGPU
+) -> None:
+    """And nothing new on the device; small parameters, whose state is float32, are launched apart."""
+    options = {"max_grad_norm": 1.0} if clipping else {}
+    narrow = {"state": "8bit", "rounding": "exact"}
+    for sizes, buckets in (
+        ([5000, 4096], 1),
+        ([5000, 10], 1 + (algorithm.rms or bool(algorithm.momentum))),
+    ):
+        params: list[Tensor] = [
+            torch.nn.Parameter(torch.empty(n, device="cuda:0", dtype=torch.bfloat16)) for n in sizes
+        ]
+        optimizer = algorithm.simple(params, backend="triton", **narrow, **options)
+        new_gradients(params)
+        for k in range(3):
+            loss = new_loss()
+            fake_gpu.launches.clear()
+            fake_gpu.watch.forget()
+            optimizer.step(loss=loss)
+            names = [name for name, _ in fake_gpu.launches]
+            assert sorted(names) == sorted(launches_of(algorithm, clipping) * buckets)
+            assert k == 0 or fake_gpu.watch.created == []
+
+
 # Each step: what it is given, and what it costs besides the launches when gradients stay in place.
 # A step looks for news of an earlier one, which is a copy of its own.
 NEWS = ["copy_"]

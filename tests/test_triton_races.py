@@ -33,6 +33,7 @@ from torch import Tensor
 
 import ngn_kernels.backends as backends
 from ngn_kernels import SkippedStepWarning
+from ngn_kernels.rules import RULES
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("these tests compile, the interpreter does not", allow_module_level=True)
@@ -45,7 +46,7 @@ from ptxsim.backend import SimulatedBackend
 
 from ngn_kernels.backends import triton_kernels
 from ngn_kernels.backends.triton import constants
-from ngn_kernels.backends.triton_report import STORAGE, variants
+from ngn_kernels.backends.triton_report import STORAGE, narrow_variants, variants
 
 # Two chunks each; the second one ends in the middle of a vector.
 SHAPES = ([(2100,)], [(2051,)])
@@ -134,6 +135,24 @@ def test_no_race_in_any_variant(start: Any) -> None:
             step(algorithm.build(columns, hypers, backend="triton"), dtype=grad)
     wanted = {(v.kernel, *map(str, v.constants.values())) for v in variants()}
     assert backend.launched == wanted
+
+
+def test_no_race_in_narrow_numbers(start: Any) -> None:
+    """Threads of a warp share a scale: one reads it from memory, and the same one writes it."""
+    backend = start()
+    backend.gpu.order = "interleaved"
+    wanted = set()
+    for variant in narrow_variants():
+        wanted.add((variant.kernel, *map(str, variant.constants.values())))
+        names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+        state = tuple(names.get(dtype, "8bit") for dtype in (variant.m, variant.v))
+        (name,) = {a.name for a in ALGORITHMS if RULES[a.rule_name] is variant.rule} - {
+            "DecNGNMDv1"
+        }
+        algorithm = next(a for a in ALGORITHMS if a.name == name)
+        columns = random_columns(([(4100,)], [(4161,)]), variant.param)
+        step(algorithm.build(columns, backend="triton", state=state, rounding=variant.rounding))
+    assert wanted <= backend.launched
 
 
 # Broken kernels: a source that was changed is compiled like any other

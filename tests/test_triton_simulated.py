@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ngn_kernels.backends as backends
+from ngn_kernels import formats
 from ngn_kernels.tables import Column, Input, Inputs
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -72,10 +73,24 @@ def run(pairs: Iterator[Pair]) -> Pair:
     return last
 
 
+COLUMNS = ("x", "g", "m", "v", "m_scale", "v_scale", "rest")
+
+
 def element_bytes(launches: list[Any]) -> int:
     """All bytes of parameters, gradients and state that were moved."""
     moved = column_bytes(launches).values()
-    return sum(size for by in moved for name, size in by.items() if name.split()[1] in "xgmv")
+    return sum(size for by in moved for name, size in by.items() if name.split()[1] in COLUMNS)
+
+
+def check_sectors(launches: list[Any]) -> None:
+    for launched in launches:
+        for sectors, size in (
+            (launched.traffic.read_sectors, launched.traffic.read),
+            (launched.traffic.written_sectors, launched.traffic.written),
+        ):
+            for name in size:
+                if name.rstrip("0123456789") in COLUMNS:
+                    assert 32 * sectors[name] == size[name], f"{name} is not moved in whole sectors"
 
 
 def bytes_per_parameter(algorithm: Algorithm, dtype: torch.dtype) -> int:
@@ -194,14 +209,93 @@ def test_bytes(algorithm: Algorithm, dtype: torch.dtype, gpu: SimulatedGPU) -> N
             assert moved["reduce"][f"read {column}"] == wanted * (column in reduced)
             assert moved["reduce"][f"written {column}"] == 0
     assert element_bytes(gpu.launches) == n * bytes_per_parameter(algorithm, dtype)
-    for launched in gpu.launches:
-        for sectors, size in (
-            (launched.traffic.read_sectors, launched.traffic.read),
-            (launched.traffic.written_sectors, launched.traffic.written),
-        ):
-            for name in size:
-                if name.rstrip("0123456789") in "xgmv":
-                    assert 32 * sectors[name] == size[name], f"{name} is not read in whole sectors"
+    check_sectors(gpu.launches)
+
+
+# Options, the parameters' type, and the bytes of a parameter in NGN-MDv1: the design's, with scales.
+SCALES = 4 / 64
+NARROW = {
+    "bfloat16": ({"state": "bfloat16"}, torch.float32, 26),
+    "8bit, bfloat16": ({"state": ("8bit", "bfloat16")}, torch.float32, 24 + 2 * SCALES),
+    "8bit": ({"state": "8bit"}, torch.float32, 21 + 5 * SCALES),
+    "bfloat16, 8bit": ({"state": "8bit"}, torch.bfloat16, 13 + 5 * SCALES),
+    "exact": ({"state": "8bit", "rounding": "exact"}, torch.bfloat16, 17 + 5 * SCALES),
+}
+EVERY_NARROW = pytest.mark.parametrize(("options", "dtype", "size"), NARROW.values(), ids=NARROW)
+
+
+@EVERY_NARROW
+def test_bytes_of_narrow_numbers(
+    options: dict[str, Any], dtype: torch.dtype, size: float, gpu: SimulatedGPU
+) -> None:
+    """No byte more than the design's, in whole sectors, and with the results of the oracle."""
+    sizes = (8192, 4096)
+    run(steps(NGNMDv1, random_columns([[(n,)] for n in sizes], dtype), count=1, **options))
+    assert element_bytes(gpu.launches) == size * sum(sizes)
+    check_sectors(gpu.launches)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "gpu"),
+    [(NGNM, 90), (NGNMDv1W, 80), (NGNMDv1W, 90), (NGNMDv2, 100)],
+    indirect=["gpu"],
+    ids=str,
+)
+def test_narrow_state(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
+    """Tails below a quantum, more than one chunk, a view at an odd address, and small parameters."""
+    columns = random_columns([[(4161,), (10,)], []])
+    columns[1].append(Parameter(misaligned(0.1 * torch.randn(4100), 1)))
+    run(steps(algorithm, columns, state="8bit", max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "exact"])
+def test_rounded_parameters_and_narrow_state(rounding: str, gpu: SimulatedGPU) -> None:
+    """The bits of the reference, up to what the arithmetic makes of them."""
+    options: dict[str, Any] = {"state": ("8bit", "bfloat16"), "rounding": rounding}
+    found = []
+    for backend in ("triton", "reference"):
+        columns = random_columns([[(4161,)], [(4200,)]], torch.bfloat16)
+        optimizer = NGNMDv2.build(columns, backend=backend, **options)
+        for k in range(2):
+            random_gradients(params_of(optimizer), seed=k)
+            optimizer.step(loss=1.0)
+        found.append(optimizer)
+    differ, total = 0, 0
+    for p, q in zip(*map(params_of, found), strict=True):
+        a, b = found[0].state[p], found[1].state[q]
+        assert set(a) == set(b)
+        for key in set(a) - {"remainder"}:
+            assert a[key].dtype == b[key].dtype
+            differ += int((a[key] != b[key]).sum())
+            total += a[key].numel()
+        differ += int((p != q).sum())
+        total += p.numel()
+        if rounding == "exact":
+            near, far = (
+                formats.join_bfloat16(x.detach(), s["remainder"]) for x, s in ((p, a), (q, b))
+            )
+            assert torch.allclose(near, far, rtol=4 * 2.0**-23, atol=1e-9)
+    assert differ <= total // 500
+
+
+def test_kept_elements_and_skipped_steps_of_narrow_state(gpu: SimulatedGPU) -> None:
+    columns = random_columns([[(4161,)], []])
+    optimizer = NGNMDv2.build(columns, backend="triton", state="8bit")
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    before = snapshot(optimizer)
+    with pytest.warns(ngn_warning()):
+        optimizer.step(loss=float("nan"))
+    assert snapshot(optimizer) == before
+    p = columns[0][0]
+    x = p.detach().clone()
+    random_gradients(params_of(optimizer), seed=1)
+    p.grad[70] = float("nan")  # type: ignore[index]
+    with pytest.warns(ngn_warning(), match="kept"):
+        optimizer.step(loss=1.0)
+    moved = p.detach() != x
+    assert not moved[70] and int(moved.sum()) == p.numel() - 1
+    assert all(t.float().isfinite().all() for t in optimizer.state[p].values())
 
 
 @EVERY
@@ -254,11 +348,20 @@ def test_unaligned_views(
 
 
 @EVERY
-def test_any_order_of_blocks_gives_the_same_bits(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
+@pytest.mark.parametrize("state", ["float32", "8bit"])
+def test_any_order_of_blocks_gives_the_same_bits(
+    algorithm: Algorithm, state: str, gpu: SimulatedGPU
+) -> None:
+    if state == "8bit" and algorithm is not NGNMDv1:
+        pytest.skip("one rule stands for the others")
+
     def result(order: str, seed: int) -> Any:
         gpu.order, gpu.seed = order, seed
         optimizer = algorithm.build(
-            random_columns([[(2100,), (5,)], [(4096,)]]), backend="triton", max_grad_norm=1.0
+            random_columns([[(2100,), (5,)], [(4096,)]]),
+            backend="triton",
+            max_grad_norm=1.0,
+            state=state,
         )
         for k in range(2):
             random_gradients(params_of(optimizer), seed=k)

@@ -199,6 +199,33 @@ def test_integers():
     assert [int(value) for value in found[2:7]] == [-4, 15, 0x11668833, 0x456, 3]
 
 
+def test_signs():
+    """A byte's sign is repeated by prmt, and by cvt in all the bits of a wider register."""
+    body = """
+    .reg .b16 %rs<2>;
+    prmt.b32 %r1, 0x00008001, 0, 0x9991; st.global.b32 [%rd1], %r1;
+    prmt.b32 %r1, 0x00008001, 0, 0x8880; st.global.b32 [%rd1+4], %r1;
+    mov.b32 %r2, 0x1fb; cvt.s8.s32 %rs1, %r2; cvt.rn.f32.s16 %r3, %rs1; st.global.b32 [%rd1+8], %r3;
+    neg.s32 %r4, 5; st.global.b32 [%rd1+12], %r4;
+    """
+    found = run(body)
+    assert [int(value) for value in found[:2]] == [-128, 1]
+    assert float(found[2:3].view(torch.float32)) == -5.0
+    assert int(found[3]) == -5
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(2.9, 2), (-2.9, -2), (3e9, 2**31 - 1), (-math.inf, -(2**31)), (math.nan, 0)],
+)
+def test_floats_are_cut_off_to_integers(value, wanted):
+    bits = int(np.float32(value).view(np.uint32))
+    body = f"mov.b32 %r1, 0f{bits:08X}; cvt.rzi.s32.f32 %r2, %r1; st.global.b32 [%rd1], %r2;"
+    assert int(run(body)[0]) == wanted
+    with pytest.raises(Unsupported):
+        run(body.replace("rzi", "rni"))
+
+
 def test_literals():
     assert literal("0f3F800000", 4) == 0x3F800000
     assert literal("0f3F800000", 8) == 0x3FF0000000000000
