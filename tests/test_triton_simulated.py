@@ -274,7 +274,7 @@ def test_rounded_parameters_and_narrow_state(rounding: str, gpu: SimulatedGPU) -
             near, far = (
                 formats.join_bfloat16(x.detach(), s["remainder"]) for x, s in ((p, a), (q, b))
             )
-            assert torch.allclose(near, far, rtol=4 * 2.0**-23, atol=1e-9)
+            differ += int(((near - far).abs() > 3e-8).sum())
     assert differ <= total // 500
 
 
