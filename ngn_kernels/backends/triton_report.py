@@ -98,7 +98,10 @@ class Variant:
         """The element type of each column that the kernel reads, and whether it writes it."""
         written = self.rule.apply_writes if self.kernel == "apply" else ()
         types = column_types(self.kernel, self.rule, self.key)
-        return {column: (dtype, column in written) for column, dtype in types.items()}
+        columns = {column: (dtype, column in written) for column, dtype in types.items()}
+        if self.rounding == "exact" and "x" in types:
+            columns["remainder"] = torch.int16, "x" in written
+        return columns
 
     def __str__(self) -> str:
         flags = ("momentum", "coordinate", "rms", "regularised")
