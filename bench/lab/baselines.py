@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ngn_kernels.state import plain
+
 Betas = tuple[float, float]
 
 
@@ -191,12 +193,14 @@ def preconditioner(optimizer: Optimizer, p: Tensor) -> Tensor | None:
     for key in ("square_avg", "sum"):
         if key in state:
             return state[key].sqrt() + group["eps"]
-    averages = [state[k] for k in ("exp_avg_sq", "grad_avg_sq", "exp_avg_var") if k in state]
-    if not averages:
+    keys = [k for k in ("exp_avg_sq", "grad_avg_sq", "exp_avg_var") if k in state]
+    if not keys:
         return None
+    average = plain(state, keys[0]) if keys[0] == "exp_avg_sq" else state[keys[0]]
+    average = average.to(torch.promote_types(average.dtype, torch.float32))
     beta2 = group["betas"][1] if "betas" in group else group["beta2"]
     t = float(state.get("step", group.get("step")))
-    scale = (averages[0] / (1 - beta2**t)).sqrt() + group["eps"]
+    scale = (average / (1 - beta2**t)).sqrt() + group["eps"]
     return _bounded(optimizer, scale, t) if "final_lr" in group else scale
 
 

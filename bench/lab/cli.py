@@ -10,12 +10,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngn_kernels.formats import ROUNDINGS
+
 from ..environment import select_device
 from ..errors import BenchError, unknown_name
 from ..report import Table, markdown_table, print_table
 from .paper import BETAS
 
 DEFAULT_OPTIMIZERS = "ngn-m,sgdm,momo,ngn-mdv1,adam,momo-adam"
+STORING_OPTIMIZERS = "ngn-m,ngn-mdv1"
+PLAIN = {"state": "float32", "rounding": "nearest", "dtype": "float32"}
+"""What the options of storage are where nobody asked: such runs do not mention them."""
 
 
 def add_subcommands(subparsers: Any) -> None:
@@ -125,6 +130,24 @@ def _add_sweep(subparsers: Any) -> None:
         metavar="F",
         help="tell the optimizers that the loss never falls below F; known: what the task says. "
         "Then the default is those of the optimizers that take one",
+    )
+    parser.add_argument(
+        "--state",
+        default="float32",
+        help="how NGN optimizers store m and v: float32, bfloat16, 8bit, or both: 8bit+bfloat16. "
+        f"Then the default is {STORING_OPTIMIZERS}",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "mixed", "bfloat16"),
+        default="float32",
+        help="mixed: compute in bfloat16; bfloat16: parameters as well (default: as the task says)",
+    )
+    parser.add_argument(
+        "--rounding",
+        choices=ROUNDINGS,
+        default="nearest",
+        help="how NGN optimizers store parameters of bfloat16",
     )
     parser.add_argument(
         "--list", action="store_true", help="list tasks and optimizers, and what is not installed"
@@ -265,12 +288,20 @@ def _machine(args: argparse.Namespace) -> Any:
 
 
 def _common_spec(args: argparse.Namespace) -> dict[str, Any]:
+    from . import optimizers
     from .tasks import Scale, find_task, fingerprint, task_file
 
     find_task(args.task)
-    names = ("size", "text", "tokenizer", "steps", "loss_floor")
+    names = ("size", "text", "tokenizer", "steps", "loss_floor", *PLAIN)
     options = {key: getattr(args, key, None) for key in names}
-    given = {key: str(value) for key, value in options.items() if value is not None}
+    given = {
+        key: str(value)
+        for key, value in options.items()
+        if value is not None and value != PLAIN.get(key)
+    }
+    if "rounding" in given and given.get("dtype") != "bfloat16":
+        raise BenchError("--rounding is of bfloat16 parameters: add --dtype bfloat16")
+    optimizers.storage(given.get("state"), given.get("rounding"))
     own = [
         task_file(args.task),
         *(Path(given[key]) for key in ("text", "tokenizer") if key in given),
@@ -331,11 +362,13 @@ def swept(args: argparse.Namespace) -> str:
     from . import optimizers
     from .train import KNOWN_FLOOR
 
+    stored = (args.state, args.rounding) != (PLAIN["state"], PLAIN["rounding"])
+    default = STORING_OPTIMIZERS if stored else DEFAULT_OPTIMIZERS
     if args.loss_floor is None:
-        return args.optimizers or DEFAULT_OPTIMIZERS
+        return args.optimizers or default
     if args.loss_floor != KNOWN_FLOOR and not math.isfinite(_number(args.loss_floor)):
         raise BenchError(f"--loss-floor takes a number or {KNOWN_FLOOR}, not {args.loss_floor!r}")
-    taking = [name for name in DEFAULT_OPTIMIZERS.split(",") if optimizers.find(name).floor]
+    taking = [name for name in default.split(",") if optimizers.find(name).floor]
     return args.optimizers or ",".join(taking)
 
 

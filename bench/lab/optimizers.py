@@ -10,18 +10,20 @@ import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ngn_kernels.formats import STATE_FORMATS, Storage
+
 from ..errors import BenchError, unknown_name
 from . import baselines
 from .baselines import Betas
 
-Make = Callable[[Iterable[Tensor], float, Betas, float], Optimizer]
+Make = Callable[..., Optimizer]
 
 GRIDS = {
     "gradient": tuple(float(f"1e{k}") for k in range(-3, 5)),
@@ -33,7 +35,10 @@ it by coordinate-wise scales, whose step sizes are about a hundred times smaller
 
 @dataclass(frozen=True)
 class Entry:
-    """One optimizer: `make(params, lr, betas, weight_decay)`, and what a sweep needs to know."""
+    """One optimizer: `make(params, lr, betas, weight_decay)`, and what a sweep needs to know.
+
+    Those of this library also take `state` and `rounding`.
+    """
 
     name: str
     label: str
@@ -42,6 +47,8 @@ class Entry:
     needs_loss: bool = False
     floor: str = ""
     """The attribute that holds the lower bound of its loss, if it takes one."""
+    stores: bool = False
+    """Whether it takes `state` and `rounding`."""
     module: str | None = None
     package: str | None = None
     note: str = ""
@@ -64,9 +71,12 @@ def _of(
 ) -> Make:
     """The class `name` of a module; `beta_options` says under which names it takes its betas."""
 
-    def make(params: Iterable[Tensor], lr: float, betas: Betas, weight_decay: float) -> Optimizer:
+    def make(
+        params: Iterable[Tensor], lr: float, betas: Betas, weight_decay: float, **stored: Any
+    ) -> Optimizer:
         factory = getattr(importlib.import_module(module), name)
-        return factory(params, lr=lr, weight_decay=weight_decay, **beta_options(betas), **rest)
+        options = beta_options(betas) | rest | stored
+        return factory(params, lr=lr, weight_decay=weight_decay, **options)
 
     return make
 
@@ -107,7 +117,7 @@ def _both_betas(betas: Betas) -> dict[str, Any]:
 def _entries() -> Iterable[Entry]:
     """All optimizers in the order in which tables show them."""
     gradient, coordinate = GRIDS
-    ngn: dict[str, Any] = {"needs_loss": True, "floor": "loss_floor"}
+    ngn: dict[str, Any] = {"needs_loss": True, "floor": "loss_floor", "stores": True}
     momo: dict[str, Any] = {
         "needs_loss": True,
         "floor": "lb",
@@ -134,7 +144,8 @@ def _entries() -> Iterable[Entry]:
     yield Entry("sgdm-zero", "SGDM (zero buffer)", _without_decay(baselines.SGDM), gradient)
     yield Entry("momo", "Momo", baselines.momo, gradient, **momo)
     yield Entry("momsps", "MomSPS", _without_decay(baselines.momsps), gradient, **momsps)
-    yield Entry("alr-smag", "ALR-SMAG", _without_decay(baselines.ALRSMAG), gradient, **ngn)
+    alr_smag = _without_decay(baselines.ALRSMAG)
+    yield Entry("alr-smag", "ALR-SMAG", alr_smag, gradient, True, floor="loss_floor")
 
     yield Entry("adam", "Adam", _torch("Adam", _both_betas), coordinate)
     yield Entry("adamw", "AdamW", _torch("AdamW", _both_betas), coordinate)
@@ -170,17 +181,41 @@ def make(
     betas: Betas = (0.9, 0.999),
     weight_decay: float = 0.0,
     loss_floor: float = 0.0,
+    stored: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """Build the optimizer `name`; momentum methods take `betas[0]`."""
+    """Build the optimizer `name`; momentum methods take `betas[0]`.
+
+    Args:
+        stored: `state` and `rounding`, as NGN optimizers take them.
+    """
     entry = find(name)
     if not entry.installed():
         raise BenchError(f"{entry.label} is not installed; get it with: {entry.install_command}")
-    optimizer = entry.make(params, lr, betas, weight_decay)
+    if stored and not entry.stores:
+        raise BenchError(
+            f"{entry.label} takes no --state and no --rounding: leave it out of --optimizers"
+        )
+    optimizer = entry.make(params, lr, betas, weight_decay, **stored or {})
     if loss_floor:
         if not entry.floor:
             raise BenchError(f"{entry.label} takes no loss floor: leave it out of --optimizers")
         setattr(optimizer, entry.floor, loss_floor)
     return optimizer
+
+
+def storage(state: str | None, rounding: str | None) -> dict[str, Any]:
+    """What `--state` and `--rounding` ask of an optimizer; `8bit+bfloat16` names m and v."""
+    if state is None and rounding is None:
+        return {}
+    m, plus, v = (state or "float32").partition("+")
+    try:
+        asked = Storage.of((m, v) if plus else m, rounding or "nearest")
+    except ValueError:
+        raise BenchError(
+            f"--state {state}: must be one of {', '.join(STATE_FORMATS)}, or two of them for m and "
+            "v, such as 8bit+bfloat16"
+        ) from None
+    return {"state": asked.given, "rounding": asked.rounding}
 
 
 def step(name: str, optimizer: Optimizer, loss: Tensor | float) -> None:

@@ -104,8 +104,15 @@ class Results:
             raise ValueError("no runs to show")
         self.metric: str = runs[0]["metric"]
         self.task: str = runs[0]["spec"]["task"]
-        floor = runs[0]["spec"]["options"].get("loss_floor")
-        self.title = self.task + (f", loss floor {floor}" if floor else "")
+        options = runs[0]["spec"]["options"]
+        told = {
+            key: options[key]
+            for key in ("loss_floor", "state", "dtype", "rounding")
+            if key in options
+        }
+        self.title = ", ".join(
+            [self.task, *(f"{k.replace('_', ' ')} {v}" for k, v in told.items())]
+        )
         self.runs = runs
         grouped: dict[str, dict[float, list[Run]]] = {}
         for run in runs:

@@ -28,6 +28,8 @@ EARLY = 50
 """So many first steps are all looked at: step sizes change most there."""
 
 
+PARAMETERS = {"mixed": torch.float32, "bfloat16": torch.bfloat16}
+"""As `--dtype`: the type of the parameters where a model computes in bfloat16."""
 KNOWN_FLOOR = "known"
 """As `--loss-floor`: the lower bound of the loss that the task itself gives."""
 
@@ -133,7 +135,8 @@ def identity(problem: Problem) -> dict[str, Any]:
 
 def make_optimizer(spec: RunSpec, problem: Problem) -> Optimizer:
     """The spec's optimizer of the problem's model."""
-    given = dict(spec.options).get("loss_floor", "0")
+    options = dict(spec.options)
+    given = options.get("loss_floor", "0")
     if given == KNOWN_FLOOR and not problem.loss_floor:
         raise BenchError(f"{spec.task} knows no loss floor but 0: give --loss-floor a number")
     return optimizers.make(
@@ -143,6 +146,7 @@ def make_optimizer(spec: RunSpec, problem: Problem) -> Optimizer:
         spec.betas or problem.betas,
         spec.weight_decay,
         problem.loss_floor if given == KNOWN_FLOOR else float(given),
+        optimizers.storage(options.get("state"), options.get("rounding")),
     )
 
 
@@ -165,6 +169,9 @@ def build(spec: RunSpec, machine: Machine) -> Problem:
     problem.model.to(machine.device)
     if problem.channels_last and problem.device.type == "cpu":
         problem.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if (dtype := setup.options.get("dtype")) is not None:
+        problem.autocast = torch.bfloat16
+        problem.model.to(PARAMETERS[dtype])
     if "steps" in setup.options:
         problem.steps = int(setup.options["steps"])
     return problem
