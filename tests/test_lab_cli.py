@@ -16,6 +16,8 @@ from ngn_bench.cli import main
 from ngn_bench.errors import BenchError
 from ngn_bench.lab import cli
 
+from ngn_kernels.formats import ROUNDINGS
+
 TINY = ["--scale", "steps=0.05,model=0.2", "--processes", "1"]
 
 
@@ -62,6 +64,48 @@ def test_a_known_loss_floor_reaches_the_optimizers(
     assert floors == ["known"] * 4 + [None] * 2
     assert runs[1]["telemetry"]["step_size"] != runs[4]["telemetry"]["step_size"]
     assert all(loss > 0.866 for run in runs for loss in run["telemetry"]["loss"])
+
+
+WIDE = ["--scale", "steps=0.02", "--processes", "1", "--seeds", "1"]
+"""Layers with enough elements to be stored in another format."""
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs.jsonl").open()]
+
+
+def test_formats_of_the_state_reach_the_optimizers_and_never_mix(tmp_path: Path) -> None:
+    command = ["sweep", "--lr", "0.01", *WIDE, "--out", str(tmp_path)]
+    assert main([*command, "--optimizers", "ngn-mdv1", "--state", "float32"]) == 0
+    assert main([*command, "--state", "8bit+bfloat16"]) == 0
+    assert main([*command, "--state", "8bit"]) == 0
+    runs = recorded(tmp_path)
+    assert [run["spec"]["optimizer"] for run in runs] == ["ngn-mdv1", *["ngn-m", "ngn-mdv1"] * 2]
+    options = [run["spec"]["options"] for run in runs]
+    assert options == [{}, *[{"state": "8bit+bfloat16"}] * 2, *[{"state": "8bit"}] * 2]
+    wide, mixed, narrow = (runs[place]["telemetry"] for place in (0, 2, 4))
+    assert wide["loss"] != mixed["loss"] != narrow["loss"] != wide["loss"]
+    for key in ("step_size", "step_size_mean"):
+        sizes = [t["layers"]["hidden.1.weight"][key][9] for t in (wide, mixed, narrow)]
+        assert sizes == pytest.approx([sizes[0]] * 3, rel=0.03)
+
+
+def test_roundings_of_bfloat16_parameters(tmp_path: Path) -> None:
+    """At a step size whose updates are below half an ulp, to nearest hardly anything moves."""
+    command = ["sweep", "--optimizers", "ngn-mdv1", "--lr", "1e-5", *WIDE, "--out", str(tmp_path)]
+    for words in (["mixed"], *(["bfloat16", "--rounding", name] for name in ROUNDINGS)):
+        assert main([*command, "--dtype", *words]) == 0
+    runs = recorded(tmp_path)
+    told = [
+        (run["spec"]["options"].get("dtype"), run["spec"]["options"].get("rounding"))
+        for run in runs
+    ]
+    rounded = [("bfloat16", None), ("bfloat16", "stochastic"), ("bfloat16", "exact")]
+    assert told == [("mixed", None), *rounded]
+    loss = [run["curve"][-1]["loss"] for run in runs]
+    first = runs[0]["telemetry"]["loss"][0]
+    assert loss[3] == pytest.approx(loss[0], abs=2e-3)
+    assert first - loss[0] > 1.5 * (first - loss[1])
 
 
 def test_ablations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +182,9 @@ def test_every_toy_has_its_command(
         (["toy", "rosenbrok"], "Did you mean 'rosenbrock'"),
         (["sweep", "--task", "mnist-mlpp"], "Did you mean 'mnist-mlp'"),
         (["sweep", "--optimizers", "ngnq"], "unknown optimizer"),
+        (["sweep", "--state", "9bit"], "two of them for m and v, such as 8bit+bfloat16"),
+        (["sweep", "--state", "8bit", "--optimizers", "sgdm"], "SGDM takes no --state"),
+        (["sweep", "--rounding", "exact"], "add --dtype bfloat16"),
         (["sweep", "--lr", "1e-3;1e-2"], "--lr takes numbers"),
         (["sweep", "--lr", "0,1"], "positive numbers"),
         (["sweep", "--lr", "1:0.1"], "low:high"),
