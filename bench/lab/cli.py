@@ -206,12 +206,12 @@ def _add_summary(subparsers: Any) -> None:
     what.add_argument(
         "--write",
         action="store_true",
-        help="bring docs/stability.md, README.md, pictures up to date",
+        help="bring docs/stability.md, docs/precision.md, README.md, pictures up to date",
     )
     what.add_argument(
         "--check",
         action="store_true",
-        help="exit 1 if docs/stability.md or README.md is out of date",
+        help="exit 1 if one of these pages is out of date",
     )
     parser.set_defaults(func=run_summary)
 
@@ -465,24 +465,33 @@ def planned(command: str) -> list[Any]:
     return _grid(args, names, _common_spec(args))
 
 
-DOCUMENTS = ("docs/stability.md", "README.md")
+DOCUMENTS = ("docs/stability.md", "docs/precision.md", "README.md")
 
 
 def run_summary(args: argparse.Namespace) -> int:
     """`ngn-bench summary`."""
-    from . import figures, summary
+    from . import figures, precision, summary
 
     folder = args.root / "bench" / "results" / "lab"
+
+    def load() -> tuple[list[Any], list[Any]]:
+        """The sweeps of docs/stability.md, and those of docs/precision.md if there are any."""
+        narrow = (folder / precision.INDEX).exists()
+        return summary.load(folder, planned), (
+            summary.load(folder, planned, precision.INDEX) if narrow else []
+        )
+
     for source in args.keep:
-        added = summary.keep(source / "runs.jsonl", summary.load(folder, planned))
+        kept, narrow = load()
+        added = summary.keep(source / "runs.jsonl", [*kept, *narrow])
         print(f"{added} runs of {source} are kept now")
-    kept = summary.load(folder, planned)
+    kept, narrow = load()
     print_table(summary.summary_table(kept))
-    for sweep in kept:
+    for sweep in [*kept, *narrow]:
         if sweep.missing:
             print(f"{sweep.title}: {sweep.missing_text()}\n  " + "\n  ".join(sweep.commands))
     stale = []
-    parts = summary.sections(kept)
+    parts = summary.sections(kept) | precision.sections(narrow, args.root)
     for path in (args.root / name for name in DOCUMENTS):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         wanted = summary.replaced(text, parts, path)
@@ -495,6 +504,8 @@ def run_summary(args: argparse.Namespace) -> int:
         drawn = {"stability-summary.png": summary.summary_figure(kept)}
         for sweep in kept:
             drawn |= summary.pictures(sweep)
+        if narrow:
+            drawn["precision.png"] = precision.figure(narrow)
         for name, figure in drawn.items():
             print(f"picture: {figures.save(figure, args.root / 'docs' / 'images' / name)}")
     if args.check and stale:

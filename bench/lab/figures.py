@@ -179,6 +179,21 @@ MARKERS = "osD^vPX*"
 
 
 def _lines(axis: Any, results: Results, names: Sequence[str], key: str, worst_at_top: bool) -> None:
+    """A line per optimizer."""
+    for rank, name in enumerate(names):
+        line(axis, results, name, key, rank, COLOURS[name], label(name), worst_at_top)
+
+
+def line(
+    axis: Any,
+    results: Results,
+    name: str,
+    key: str,
+    rank: int,
+    colour: str,
+    text: str,
+    worst_at_top: bool = False,
+) -> None:
     """Mean over seeds with a band from the worst to the best; a cross where a seed diverged, a gap
     where a run is missing.
 
@@ -186,30 +201,25 @@ def _lines(axis: Any, results: Results, names: Sequence[str], key: str, worst_at
     coincide are all seen.
     """
     edge = 0.97 if worst_at_top else 0.03
-    for rank, name in enumerate(names):
-        colour, marker = COLOURS[name], MARKERS[rank % len(MARKERS)]
-        lrs, cells = results.grid(name), results.cells[name]
-        values = [
-            [math.nan] if lr not in cells or cells[lr].diverged else cells[lr].values(key)
-            for lr in lrs
-        ]
-        axis.plot(
-            lrs,
-            [np.mean(seeds) for seeds in values],
-            marker=marker,
-            ms=max(3.0, 6.5 - 0.8 * rank),
-            ls="-" if rank % 2 == 0 else (0, (4, 1.5)),
-            color=colour,
-            label=label(name),
-        )
-        if any(len(seeds) > 1 for seeds in values):
-            low, high = ([pick(seeds) for seeds in values] for pick in (min, max))
-            axis.fill_between(lrs, low, high, color=colour, alpha=0.18, linewidth=0)
-        crosses = [lr for lr, cell in cells.items() if cell.diverged]
-        transform = axis.get_xaxis_transform()
-        axis.plot(
-            crosses, [edge] * len(crosses), "x", color=colour, transform=transform, ms=6, mew=2
-        )
+    lrs, cells = results.grid(name), results.cells[name]
+    values = [
+        [math.nan] if lr not in cells or cells[lr].diverged else cells[lr].values(key) for lr in lrs
+    ]
+    axis.plot(
+        lrs,
+        [np.mean(seeds) for seeds in values],
+        marker=MARKERS[rank % len(MARKERS)],
+        ms=max(3.0, 6.5 - 0.8 * rank),
+        ls="-" if rank % 2 == 0 else (0, (4, 1.5)),
+        color=colour,
+        label=text,
+    )
+    if any(len(seeds) > 1 for seeds in values):
+        low, high = ([pick(seeds) for seeds in values] for pick in (min, max))
+        axis.fill_between(lrs, low, high, color=colour, alpha=0.18, linewidth=0)
+    crosses = [lr for lr, cell in cells.items() if cell.diverged]
+    transform = axis.get_xaxis_transform()
+    axis.plot(crosses, [edge] * len(crosses), "x", color=colour, transform=transform, ms=6, mew=2)
 
 
 def resilience(results: Results, margin: float) -> Any:

@@ -63,9 +63,14 @@ class Kept:
         return f"{len(self.missing)} of {len(self.wanted)} runs are missing: {which}"
 
 
-def load(folder: Path, planned: Callable[[str], Sequence[RunSpec]]) -> list[Kept]:
-    """All kept sweeps; `planned` turns a command into the runs that it does."""
-    path = folder / "sweeps.json"
+def load(
+    folder: Path, planned: Callable[[str], Sequence[RunSpec]], index: str = "sweeps.json"
+) -> list[Kept]:
+    """All kept sweeps; `planned` turns a command into the runs that it does.
+
+    A sweep of the index may use the runs of other folders `also`.
+    """
+    path = folder / index
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -76,8 +81,12 @@ def load(folder: Path, planned: Callable[[str], Sequence[RunSpec]]) -> list[Kept
     for entry in entries:
         wanted = [spec for command in entry["commands"] for spec in planned(command)]
         asked = set(wanted)
-        record = Record(folder / entry["folder"] / "runs.jsonl")
-        runs = [run for run in record.read() if RunSpec.from_json(run["spec"]) in asked]
+        runs = [
+            run
+            for place in (entry["folder"], *entry.get("also", ()))
+            for run in Record(folder / place / "runs.jsonl").read()
+            if RunSpec.from_json(run["spec"]) in asked
+        ]
         require_one_problem(runs)
         kept.append(
             Kept(
@@ -204,14 +213,20 @@ def sections(kept: Sequence[Kept]) -> dict[str, str]:
     return parts
 
 
-def _section(sweep: Kept) -> str:
-    """A sweep's own commands, what is missing, and its scores by step size."""
-    results = sweep.results
+def provenance(sweep: Kept) -> str:
+    """A sweep's commands, how long its runs took, and which are missing."""
     seconds = sum(run["seconds"] for run in sweep.runs)
     text = "```console\n" + "".join(f"$ {command}\n" for command in sweep.commands) + "```\n\n"
     text += f"{len(sweep.runs)} runs, {seconds / 60:.0f} minutes of training.\n"
     if sweep.missing:
         text += f"**Not finished**: {sweep.missing_text()}.\n"
+    return text
+
+
+def _section(sweep: Kept) -> str:
+    """A sweep's own commands, what is missing, and its scores by step size."""
+    results = sweep.results
+    text = provenance(sweep)
     if results is None:
         return text
     families = results.families().values()
