@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 from ngn_bench.cli import main
 from ngn_bench.errors import BenchError
 from ngn_bench.lab import cli, summary, train
-from ngn_bench.lab.results import Results, bound_shares, bound_table
+from ngn_bench.lab.results import Results, bound_shares
 from ngn_bench.lab.sweep import Record, sweep
 from ngn_bench.lab.train import Machine, RunSpec
 from test_lab_results import run
@@ -191,9 +191,12 @@ def test_steps_at_the_bound_are_counted() -> None:
     adam = bounded("momo-adam", 1.0, [1, 2, 60], [10.0, 1.0, 1.0])
     assert bound_shares(adam) == (0.5, 1.0)
     assert bound_shares(bounded("momo", 1.0, [1, 2], [1.0, 1.0])) == (1.0, None)
-    table = bound_table(Results([momo, bounded("momo", 10.0, [1], [10.0])]), ["momo", "sgdm"])
-    assert table is not None
-    assert [list(row) for row in table.rows] == [["Momo", "50 / 50", "100 / –"]]
+    far = bounded("momo", 10.0, [1], [10.0])
+    far["curve"][-1]["score"] = 50.0
+    results = Results([momo, far])
+    shown = [results.at_bound("momo", factor) for factor in (1, 10, 100)]
+    assert shown == ["50 / 50", "100 / –", "–"]
+    assert results.at_bound("sgdm", 1) == "–"
 
 
 def test_the_documents_match_the_kept_records() -> None:

@@ -241,7 +241,7 @@ def test_a_bad_size_is_refused(size: str, data_dir: Path) -> None:
 
 
 def test_the_documented_task_of_ones_own_works(tmp_path: Path) -> None:
-    document = Path(__file__).parents[1] / "docs" / "stability.md"
+    document = Path(__file__).parents[1] / "docs" / "lab.md"
     blocks = re.findall(r"```python\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
     (code,) = [block for block in blocks if block.startswith("# rings.py")]
     assert code.count("\n") < 30

@@ -160,7 +160,7 @@ def _cap(axis: Any, values: Sequence[float], ratio: float) -> None:
             _mark_above(sibling, high)
         if high < 30 * low:
             axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter(_few_plain_labels)
+            axis.yaxis.set_minor_formatter("{x:g}" if high < 3 * low else _few_plain_labels)
 
 
 def _mark_above(axis: Any, high: float) -> None:

@@ -160,8 +160,7 @@ def figure(kept: Sequence[Kept]) -> Any:
                 axis.set_axis_off()
                 continue
             axis.set_xscale("log")
-            widest = max(present.values(), key=lambda r: len(r.cells[name]))
-            figures.score_axis(axis, widest, [name])
+            figures.score_axis(axis, Results(sweep.runs), [name])
             axis.set_title(f"{sweep.title}, {figures.label(name)}", fontsize=9)
             axis.legend(loc="best", fontsize=7)
         axes[-1, column].set_xlabel("c")

@@ -200,13 +200,23 @@ class Results:
 
     def at_multiple(self, name: str, factor: float) -> str:
         """The score at `factor` times the best step size, if the sweep has it."""
-        best = self.best(name)
-        if best is None:
+        cell = self.cell_at_multiple(name, factor)
+        if cell is None:
             return "–"
-        for lr, cell in self.cells[name].items():
-            if math.isclose(lr, best.lr * factor, rel_tol=1e-6):
-                return "diverged" if cell.diverged else number(cell.mean)
-        return "–"
+        return "diverged" if cell.diverged else number(cell.mean)
+
+    def cell_at_multiple(self, name: str, factor: float) -> Cell | None:
+        """The runs at `factor` times the best step size, if there are any."""
+        best = self.best(name)
+        wanted = math.nan if best is None else best.lr * factor
+        cells = self.cells.get(name, {}).items()
+        return next((c for lr, c in cells if math.isclose(lr, wanted, rel_tol=1e-6)), None)
+
+    def at_bound(self, name: str, factor: float) -> str:
+        """Per cent of the first seed's steps at the bound there: the first ones / the later ones."""
+        cell = self.cell_at_multiple(name, factor)
+        shares = () if cell is None else bound_shares(cell.runs[0])
+        return " / ".join("–" if s is None else f"{100 * s:.0f}" for s in shares) or "–"
 
 
 def range_table(results: Results, margin: float) -> Table:
@@ -270,32 +280,8 @@ def _table(title: str, columns: Sequence[str], rows: list[list[str]], caption: s
     return Table(title, headings, [*rows], caption)
 
 
-BOUNDED = ("ngn-m", "momo", "ngn-mdv1", "momo-adam")
-
-
-def bound_table(results: Results, names: Sequence[str]) -> Table | None:
-    """How often a step size is at its bound: then NGN-M and Momo are SGDM, and the others Adam."""
-    names = [name for name in names if name in BOUNDED]
-    lrs = sorted({lr for name in names for lr in results.cells[name]})
-    rows = []
-    for name in names:
-        row = [optimizers.OPTIMIZERS[name].label]
-        for lr in lrs:
-            cell = results.cells[name].get(lr)
-            shares = () if cell is None else bound_shares(cell.runs[0])
-            row.append(" / ".join("–" if s is None else f"{100 * s:.0f}" for s in shares) or "–")
-        rows.append(row)
-    if not rows:
-        return None
-    title = f"{results.title}: per cent of steps at the bound, first {EARLY} / later"
-    caption = (
-        f"At the bound: at least {AT_BOUND:g} of c, or of α₀ (Momo-Adam: α₀ / (1 − β₁ᵗ)). "
-        "Of the steps that were looked at, first seed."
-    )
-    return _table(title, ["at the bound, %", *(f"{lr:g}" for lr in lrs)], rows, caption)
-
-
 AT_BOUND = 0.99
+"""Of c, or of α₀: there NGN-M and Momo are SGDM, and NGN-MDv1 and Momo-Adam are Adam."""
 
 
 def bound_shares(run: Run) -> tuple[float | None, float | None]:

@@ -16,9 +16,9 @@ from typing import Any
 from ..errors import BenchError
 from ..report import Column, Table, markdown_table
 from . import figures
-from .results import Results, bound_shares, bound_table, grid_table, number
+from .results import AT_BOUND, Results, bound_shares, grid_table, number
 from .sweep import Record, require_one_problem
-from .train import RunSpec
+from .train import EARLY, RunSpec
 
 Run = dict[str, Any]
 
@@ -152,6 +152,38 @@ def decades_table(kept: Sequence[Kept]) -> Table:
     return Table("Decades of good step sizes", columns, rows, caption)
 
 
+BOUNDS = (
+    ("momo", (1, 10, 100)),
+    ("momo-adam", (1, 10, 100)),
+    ("ngn-m", (1, 10)),
+    ("ngn-mdv1", (1, 10)),
+)
+
+
+def bounds_table(kept: Sequence[Kept]) -> Table:
+    """How often the step sizes are at their bounds, at the best c or α₀ and at multiples of it."""
+    rows = []
+    for sweep in kept:
+        results = sweep.results
+        if results is not None:
+            cells = [
+                results.at_bound(name, factor) for name, factors in BOUNDS for factor in factors
+            ]
+            rows.append([sweep.title, *cells])
+    columns = [Column("task", right=False)]
+    columns += [
+        Column(f"{figures.label(name)}{f', {factor}×' if factor > 1 else ''}")
+        for name, factors in BOUNDS
+        for factor in factors
+    ]
+    caption = (
+        f"Per cent of steps whose step size is at least {AT_BOUND:g} of c or α₀ (Momo-Adam: of "
+        f"α₀ / (1 − β₁ᵗ)): among the first {EARLY} / among the later ones that were looked at, first "
+        "seed. At the best c or α₀, at 10 and at 100 times it; –: no run."
+    )
+    return Table("Steps at the bound", columns, rows, caption)
+
+
 PER_ROW = 4
 
 
@@ -208,6 +240,8 @@ def sections(kept: Sequence[Kept]) -> dict[str, str]:
         parts["summary"] += f"\n**Not finished**: {'; '.join(unfinished)}.\n"
     small = decades_table(kept)
     parts["decades"] = f"{markdown_table(small)}\n{small.caption}\n"
+    bounds = bounds_table(kept)
+    parts["bounds"] = f"{markdown_table(bounds)}\n{bounds.caption}\n"
     for sweep in kept:
         parts[sweep.folder.name] = _section(sweep)
     return parts
@@ -229,10 +263,7 @@ def _section(sweep: Kept) -> str:
     text = provenance(sweep)
     if results is None:
         return text
-    families = results.families().values()
-    shown = [grid_table(results, names) for names in families]
-    if "step-sizes" in sweep.pictures:
-        shown += [table for names in families if (table := bound_table(results, names))]
+    shown = [grid_table(results, names) for names in results.families().values()]
     return text + "".join(f"\n{markdown_table(table)}" for table in shown)
 
 
