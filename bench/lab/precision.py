@@ -28,7 +28,8 @@ WORKLOAD = "transformer++-70m"
 NAMES = ("ngn-m", "ngn-mdv1")
 CONTENDER = {"ngn-m": "ngnm:cpu", "ngn-mdv1": "ngnmdv1:cpu"}
 STATES = ("float32", "bfloat16", "8bit+bfloat16", "8bit")
-COLOURS = ("#222222", "#2a9d57", "#e0a100", "#c1272d", "#1f4e9c")
+COLOURS = ("#222222", "#2a9d57", "#e0a100", "#c1272d")
+"""By the place of a format in its sweep, the widest first."""
 
 Options = tuple[tuple[str, str], ...]
 
@@ -152,11 +153,11 @@ def figure(kept: Sequence[Kept]) -> Any:
     )
     for column, (sweep, formats) in enumerate(columns):
         for axis, name in zip(axes[:, column], NAMES, strict=True):
-            present = {text: r for text, r in formats.items() if name in r.cells}
-            for rank, (text, results) in enumerate(present.items()):
-                plain = text.replace("`", "")
-                figures.line(axis, results, name, "score", rank, COLOURS[rank], plain)
-            if not present:
+            for rank, (text, results) in enumerate(formats.items()):
+                if name in results.cells:
+                    plain = text.replace("`", "")
+                    figures.line(axis, results, name, "score", rank, COLOURS[rank], plain)
+            if not axis.lines:
                 axis.set_axis_off()
                 continue
             axis.set_xscale("log")
