@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ngn_kernels.formats import FLOAT32, FORMATS, LARGEST, QUANTUM, Format, noise, noise_key, quanta
+from ngn_kernels.formats import FLOAT32, FORMATS, LARGEST, Format, noise, noise_key, quanta
 
 from .report import Column, Table, print_table
 
 STEPS, ELEMENTS = 1500, 8192
 BETA1, EPS, LEARNING_RATE = 0.9, 1e-8, 1e-3
+LONE = 16
+REACH = (1e5, 1e6)
 
 
 def root_code(halvings: int) -> Format:
@@ -71,12 +73,22 @@ REFUSED = {
 class Case:
     """One kind of gradients: β₂, over how many decades a block's sizes spread, and their mean.
 
-    Each is its size times a standard normal number around `mean`.
+    Each is its size times a standard normal number around `mean`. With `lone`, sizes do not spread:
+    all are 1 but for every 16th, which is so many times smaller.
     """
 
     beta2: float
     decades: float
     mean: float = 1.0
+    lone: float = 0.0
+
+    def sizes(self, spread: Tensor) -> Tensor:
+        """Of the elements, by their places between 0 and 1."""
+        if not self.lone:
+            return 10 ** -(self.decades * spread)
+        size = torch.ones_like(spread)
+        size[::LONE] = 1 / self.lone
+        return size
 
     def __str__(self) -> str:
         zero = ", mean 0" if self.mean == 0 else ""
@@ -117,8 +129,8 @@ def simulate(stored: Stored, cases: Sequence[Case], steps: int, elements: int) -
         return torch.tensor(values).view(-1, 1)
 
     beta2, mean = column([c.beta2 for c in cases]), column([c.mean for c in cases])
-    spread = torch.rand(elements // QUANTUM, QUANTUM, generator=generator).view(1, -1)
-    size = 10 ** -(column([c.decades for c in cases]) * spread)
+    spread = torch.rand(elements, generator=generator)
+    size = torch.stack([case.sizes(spread) for case in cases])
     key, count = noise_key(0), torch.zeros((), dtype=torch.int64)
     total = shape[0] * shape[1]
     x = torch.zeros(shape)
@@ -157,6 +169,15 @@ def study(
     return errors
 
 
+def reach(stored: Stored, steps: int = STEPS, elements: int = ELEMENTS) -> list[float]:
+    """How far elements that are `REACH` times smaller than their neighbours move, float32 = 1."""
+    cases = [Case(0.999, 0, lone=times) for times in REACH]
+    exact = simulate(Stored(FLOAT32, FLOAT32), cases, steps, elements)
+    seen = simulate(stored, cases, steps, elements)
+    ratio = seen.x[:, ::LONE].mean(1) / exact.x[:, ::LONE].mean(1)
+    return ratio.tolist()
+
+
 def study_table(record: Mapping[str, Any]) -> Table:
     """The record's errors: a row per format, Q / displacement per case."""
 
@@ -181,13 +202,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="FILE", help="also write the record there")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the tensors are too small to share
-    record = {
+    record: dict[str, Any] = {
         "steps": STEPS,
         "elements": ELEMENTS,
         "cases": [str(case) for case in CASES],
         "errors": study(OFFERED | REFUSED),
+        "reach": dict(zip(map(str, REACH), reach(OFFERED['`"8bit"`']), strict=True)),
     }
     print_table(study_table(record))
+    for times, share in record["reach"].items():
+        print(
+            f'"8bit": elements {float(times):g} times smaller than their neighbours move {share:.2f}'
+        )
     if args.keep is not None:
         args.keep.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ngn_bench import formats_study
-from ngn_bench.formats_study import OFFERED, REFUSED, Case, study, study_table
+from ngn_bench.formats_study import OFFERED, REFUSED, Case, reach, study, study_table
 
 CASES = (Case(0.999, 2), Case(0.95, 2))
 TARGETS = {
@@ -45,6 +45,12 @@ def test_what_is_not_offered_does_not() -> None:
     assert nearest.q > 2
     (root,) = errors["v as a byte of its root"]
     assert root.displacement > 5
+
+
+def test_what_is_too_small_for_its_block_moves_too_little_never_too_far() -> None:
+    near, far = reach(OFFERED['`"8bit"`'], steps=300, elements=1024)
+    assert 0.3 < near < 0.8
+    assert 0 < far < 0.15
 
 
 def test_the_kept_study_is_within_the_targets_over_the_whole_run() -> None:
