@@ -201,3 +201,48 @@ def test_steps_at_the_bound_are_counted() -> None:
 
 def test_the_documents_match_the_kept_records() -> None:
     assert main(["summary", "--root", str(ROOT), "--check"]) == 0
+
+
+def test_formats_of_one_sweep_are_told_apart(tmp_path: Path) -> None:
+    lab = repository(tmp_path, PARTIAL)
+    states = {"": 98.0, " --state 8bit": 97.5, " --state 8bit+bfloat16": 97.75}
+    base = "ngn-bench sweep --task mnist-mlp --seeds 1 --optimizers ngn-mdv1 --lr 0.1,1"
+    entry = {"title": "Narrow", "folder": "narrow", "also": ["one"], "pictures": []}
+    entry |= {"commands": [base + words for words in states]}
+    (lab / "precision.json").write_text(json.dumps([entry]))
+    runs = []
+    for words, score in states.items():
+        options = {"state": words.split()[1]} if words else {}
+        for lr, lost in ((0.1, 0.0), (1.0, 0.25)):
+            one = run("ngn-mdv1", lr, score - lost, files="")
+            runs.append(one | {"spec": one["spec"] | {"options": options}})
+    for folder, some in (("narrow", runs[2:]), ("one", PARTIAL + runs[:2])):
+        (lab / folder).mkdir(exist_ok=True)
+        text = "".join(json.dumps(one) + "\n" for one in some)
+        (lab / folder / "runs.jsonl").write_text(text)
+    page = tmp_path / "docs" / "precision.md"
+    page.write_text(
+        "<!-- lab:formats -->\n<!-- /lab:formats -->\n<!-- lab:narrow -->\n<!-- /lab:narrow -->"
+    )
+    (tmp_path / "bench" / "results" / "reference.json").write_text(
+        json.dumps(
+            {
+                "rows": [
+                    {
+                        "workload": "transformer++-70m",
+                        "dtype": "float32",
+                        "contender": "ngnmdv1:cpu/8bit",
+                        "ratio": 1.125,
+                    }
+                ]
+            }
+        )
+    )
+    assert main(["summary", "--root", str(tmp_path), "--write"]) == 0
+    text = page.read_text("utf-8")
+    assert '| NGN-MDv1 | `"float32"` | 8 | 36 | – | 98.00; ≥ 1.0 |' in text
+    assert '| NGN-MDv1 | `"8bit"` | 2.125 | 21.25 | 1.12 | 97.50; ≥ 1.0 |' in text
+    assert '| `("8bit", "bfloat16")` | 97.75 | 97.50 |' in text
+    assert "6 runs" in text and "missing" not in text
+    assert (tmp_path / "docs" / "images" / "precision.png").exists()
+    assert main(["summary", "--root", str(tmp_path), "--check"]) == 0

@@ -104,8 +104,8 @@ def choice_table(kept: Sequence[Kept], root: Path) -> Table:
                 [
                     figures.label(name),
                     state_text(state),
-                    f"{passes.state_bytes(torch.float32):.3g}",
-                    f"{passes.floor_bytes(torch.float32):.3g}",
+                    f"{passes.state_bytes(torch.float32):.4g}",
+                    f"{passes.floor_bytes(torch.float32):.4g}",
                     "–" if ratio is None else f"{ratio:.2f}",
                     *(quality(by.get(state_text(state)), name) for by in results),
                 ]
