@@ -241,7 +241,7 @@ def test_formats_of_one_sweep_are_told_apart(tmp_path: Path) -> None:
     assert main(["summary", "--root", str(tmp_path), "--write"]) == 0
     text = page.read_text("utf-8")
     assert '| NGN-MDv1 | `"float32"` | 8 | 36 | – | 98.00; ≥ 1.0 |' in text
-    assert '| NGN-MDv1 | `"8bit"` | 2.125 | 21.25 | 1.12 | 97.50; ≥ 1.0 |' in text
+    assert '| NGN-MDv1 | `"8bit"` | 2.125 | 21.31 | 1.12 | 97.50; ≥ 1.0 |' in text
     assert '| `("8bit", "bfloat16")` | 97.75 | 97.50 |' in text
     assert "6 runs" in text and "missing" not in text
     assert (tmp_path / "docs" / "images" / "precision.png").exists()
