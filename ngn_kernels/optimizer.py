@@ -532,7 +532,7 @@ class NGNOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain tensors, which any backend and any ``state=`` loads."""
-        if not self._storage.narrow:
+        if not self._storage.narrow and self._storage.rounding != "exact":
             return super().state_dict()
         held = self.state
         self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})

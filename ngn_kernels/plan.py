@@ -109,7 +109,7 @@ class Row:
         self.m = real_view(local(state["momentum_buffer"])) if rule.momentum else None
         self.v = real_view(local(state["exp_avg_sq"])) if rule.rms else None
         self.m_scale, self.v_scale = (state.get(scale_key(key)) for key in STATE_KEYS)
-        self.remainder: Tensor | None = state.get(REMAINDER)
+        self.remainder = local(state[REMAINDER]) if REMAINDER in state else None
         self.step: Tensor = state["step"]
         # A gradient whose memory order is another one is copied here.
         self.relaid: Tensor | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -37,8 +39,40 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def first_element(tensor: Tensor) -> int:
-    """The place, in the whole parameter, of the first element that lies here."""
-    return 0
+    """The place, in the whole parameter, of the first element that lies here.
+
+    A part whose elements do not follow each other there is counted from a place of its own instead.
+    """
+    part = local(tensor)
+    if not is_sharded(tensor) or part.numel() == 0:
+        return 0
+    number, indices = _shard(tensor)
+    if [len(index) for index in indices] == list(part.shape) and part.is_contiguous():
+        sizes = [math.prod(tensor.shape[d + 1 :]) for d in range(tensor.dim())]
+        first, last = (
+            sum(int(index[end]) * size for index, size in zip(indices, sizes, strict=True))
+            for end in (0, -1)
+        )
+        if last - first + 1 == part.numel():
+            return first
+    return number << 40
+
+
+def _shard(tensor: Any) -> tuple[int, list[Tensor]]:
+    """The number of this rank's shard, and its indices in each dimension of the whole."""
+    number = 0
+    indices = [torch.arange(size, device="cpu") for size in tensor.shape]
+    mesh, mine = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    for dimension, placement in enumerate(tensor.placements):
+        if not hasattr(placement, "dim"):
+            continue
+        rank, ranks = mine[dimension], mesh.size(dimension)
+        number = number * ranks + rank
+        # Of a strided shard each block is shared out, as a later dimension of the mesh cuts them.
+        blocks = indices[placement.dim].chunk(getattr(placement, "split_factor", 1))
+        parts = [part for block in blocks for part in block.chunk(ranks)[rank : rank + 1]]
+        indices[placement.dim] = torch.cat(parts) if parts else blocks[0][:0]
+    return number, indices
 
 
 def copies(tensor: Tensor) -> int:
@@ -49,6 +83,11 @@ def copies(tensor: Tensor) -> int:
         if placement.is_replicate():
             count *= spec.device_mesh.size(dimension)
     return count
+
+
+def same_mesh(tensor: Any, other: Any) -> bool:
+    """Of two DTensors; others have none."""
+    return not is_sharded(tensor) or tensor.device_mesh == other.device_mesh
 
 
 def same_placement(tensor: Any, other: Any) -> bool:
@@ -62,5 +101,7 @@ def same_placement(tensor: Any, other: Any) -> bool:
 
 def placed_like(tensor: Any, other: Any) -> Tensor:
     """A DTensor with the placements of another one on the same mesh; partial sums are added up."""
+    if tensor.dtype == torch.int16:
+        tensor = tensor.int()  # process groups send no int16
     placed: Tensor = tensor.redistribute(placements=other.placements)
     return placed

@@ -27,7 +27,15 @@ from .formats import (
     scale_key,
 )
 from .rules import RULES, Rule
-from .shards import first_element, is_sharded, like, local, placed_like, same_placement
+from .shards import (
+    first_element,
+    is_sharded,
+    like,
+    local,
+    placed_like,
+    same_mesh,
+    same_placement,
+)
 
 STATE_KEYS = ("momentum_buffer", "exp_avg_sq")
 
@@ -99,10 +107,6 @@ def storage_of(rule: Rule, storage: Storage) -> Storage:
 
 
 def check_storage(param: Tensor, storage: Storage, owner: str) -> None:
-    if is_sharded(param) and (storage.narrow or storage.rounding != "nearest"):
-        raise TypeError(
-            f"{owner} is a DTensor, whose state is float32: leave state= and rounding= out"
-        )
     if storage.narrow and param.dtype == torch.float64:
         raise TypeError(
             f"{owner} is float64, whose state is float64: leave state= out, or make it float32"
@@ -148,31 +152,49 @@ def check_state(
                 f"the {key} of {owner} is {tensor.dtype}; state is float32 or float64, "
                 f"complex for complex parameters, or as state= says: {mend}"
             )
-        if is_sharded(tensor) != is_sharded(param):
-            raise ValueError(
-                f"one of {owner} and its {key} is a DTensor and the other is not: load sharded "
-                "state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            )
+        _check_mesh(tensor, param, key, owner)
         if not has_memory(local(tensor)):
             raise TypeError(f"the {key} of {owner} has no memory: {mend}")
         if form is not None and form.scale is not None:
-            _check_scale(state.get(scale_key(key)), tensor, form, f"the {key} of {owner}", mend)
+            _check_scale(
+                state.get(scale_key(key)), local(tensor), form, f"the {key} of {owner}", mend
+            )
     _check_remainder(state.get(REMAINDER), param, owner, mend)
 
 
+def _check_mesh(tensor: Tensor, param: Tensor, key: str, owner: str) -> None:
+    advice = (
+        "load sharded state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+    )
+    if is_sharded(tensor) != is_sharded(param):
+        raise ValueError(
+            f"one of {owner} and its {key} is a DTensor and the other is not: {advice}"
+        )
+    if not same_mesh(tensor, param):
+        raise ValueError(f"{owner} and its {key} lie on different meshes: {advice}")
+
+
 def _check_remainder(remainder: Any, param: Tensor, owner: str, mend: str) -> None:
+    if remainder is None:
+        return
     fits = isinstance(remainder, Tensor) and (
-        remainder.dtype == torch.int16
+        remainder.dtype in (torch.int16, torch.int32)
         and remainder.layout == torch.strided
         and remainder.shape == param.shape
-        and has_memory(remainder)
+        and has_memory(local(remainder))
     )
-    if remainder is not None and not fits:
+    if not fits:
         raise ValueError(f"the remainder of {owner} is no int16 tensor of its shape: {mend}")
+    _check_mesh(remainder, param, REMAINDER, owner)
+
+
+def scale_count(part: Tensor) -> int:
+    """One for each quantum, counted from the first element that lies here."""
+    return -(-part.numel() // QUANTUM)
 
 
 def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, mend: str) -> None:
-    count = -(-code.numel() // QUANTUM)
+    count = scale_count(code)
     fits = (
         isinstance(scale, Tensor)
         and scale.dtype == form.scale
@@ -216,27 +238,33 @@ def init_state(
         if key not in state:
             state[key] = buffer_like(param, form.storage if form else state_dtype(param.dtype))
             if form is not None and form.scale is not None:
-                count = -(-param.numel() // QUANTUM)
-                state[scale_key(key)] = torch.zeros(count, dtype=form.scale, device=param.device)
-            continue
-        old = state[key]
-        if not same_placement(old, param):
-            old = state[key] = placed_like(old, param)
-        part, here = local(old), local(param)
-        in_order = same_order(part, here) if is_dense(here) else part.is_contiguous()
-        lazy = part.is_conj() or part.is_neg()
-        if (
-            part.device != here.device
-            or not in_order
-            or lazy
-            or narrow_format(key, old.dtype) != form
-        ):
+                count, device = scale_count(local(param)), param.device
+                state[scale_key(key)] = torch.zeros(count, dtype=form.scale, device=device)
+        elif not is_in_place(state[key], param) or narrow_format(key, state[key].dtype) != form:
             put(state, key, plain(state, key), param, form, number)
     if rounding_of(param.dtype, storage.rounding) == "exact":
         remainder = state.get(REMAINDER)
-        state[REMAINDER] = buffer_like(param, torch.int16) if remainder is None else remainder
-        if not same_order(state[REMAINDER], param) or state[REMAINDER].device != param.device:
-            state[REMAINDER] = buffer_like(param, torch.int16).copy_(state[REMAINDER])
+        if remainder is None:
+            state[REMAINDER] = buffer_like(param, torch.int16)
+        elif not is_in_place(remainder, param) or remainder.dtype != torch.int16:
+            state[REMAINDER] = copied_like(param, remainder, torch.int16)
+
+
+def is_in_place(tensor: Tensor, param: Tensor) -> bool:
+    """Whether its elements lie where a kernel looks for those that belong to the parameter's."""
+    if not same_placement(tensor, param):
+        return False
+    part, here = local(tensor), local(param)
+    in_order = same_order(part, here) if is_dense(here) else part.is_contiguous()
+    return part.device == here.device and in_order and not part.is_conj() and not part.is_neg()
+
+
+def copied_like(param: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the parameter's memory order, and spread over ranks as it is."""
+    placed = values if same_placement(values, param) else placed_like(values, param)
+    copy = buffer_like(param, dtype)
+    local(copy).copy_(local(placed))
+    return copy
 
 
 def plain(state: dict[str, Any], key: str) -> Tensor:
@@ -245,7 +273,7 @@ def plain(state: dict[str, Any], key: str) -> Tensor:
     if form is None or form.scale is None:
         column: Tensor = state[key]
         return column
-    return decoded(state[key], state[scale_key(key)], form)
+    return like(state[key], decoded(local(state[key]), state[scale_key(key)], form))
 
 
 def put(
@@ -258,13 +286,12 @@ def put(
     state.pop(scale_key(key), None)
     if form is None:
         dtype = values.dtype if is_wide(values.dtype) else torch.float32
-        placed = values if same_placement(values, param) else placed_like(values, param)
-        state[key] = buffer_like(param, dtype)
-        local(state[key]).copy_(local(placed))
+        state[key] = copied_like(param, values, dtype)
         return
-    values = buffer_like(param, torch.float32).copy_(values).add_(0.0)  # which makes 0 of -0
-    random = noise(noise_key(number), state["step"], param.numel(), first_element(param))
-    state[key], scale = encoded(values, random, form)
+    part = local(copied_like(param, values, torch.float32)).add_(0.0)  # which makes 0 of -0
+    random = noise(noise_key(number), state["step"], part.numel(), first_element(param))
+    code, scale = encoded(part, random, form)
+    state[key] = like(param, code)
     if scale is not None:
         state[scale_key(key)] = scale
 
@@ -272,11 +299,14 @@ def put(
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     """A parameter's state in numbers that any `state=` loads."""
     scales = {scale_key(key) for key in STATE_KEYS}
-    return {
+    numbers = {
         key: plain(state, key) if key in STATE_KEYS else value
         for key, value in state.items()
         if key not in scales
     }
+    if is_sharded(numbers.get(REMAINDER)):
+        numbers[REMAINDER] = numbers[REMAINDER].int()  # process groups send no int16
+    return numbers
 
 
 def check_loadable(
@@ -317,6 +347,11 @@ def load_state(
     It is recast only to and from the narrow formats of `state=`.
     """
     rule = RULES[algorithm]
+    # torch's loader of flattened state gives {} for what lies beside the numbers and was not saved.
+    beside = {REMAINDER, *map(scale_key, STATE_KEYS)}
+    values = {
+        k: v for k, v in values.items() if not (k in beside and isinstance(v, dict) and not v)
+    }
     required = {"step"} | ({"exp_avg_sq"} if rule.rms else set())
     known = required | ({"momentum_buffer"} if rule.momentum else set())
     exact = rounding_of(param.dtype, storage.rounding) == "exact"
@@ -344,12 +379,13 @@ def load_state(
                 _check_storable(values[key], key, form, label)
             put(state, key, values[key], param, form, number)
     if exact and values:
-        state[REMAINDER] = buffer_like(param, torch.int16).copy_(values[REMAINDER])
+        state[REMAINDER] = copied_like(param, values[REMAINDER], torch.int16)
     return state
 
 
 def _check_storable(values: Tensor, key: str, form: Format, label: str) -> None:
     """In a narrow format one bad number would spoil its neighbours."""
+    values = local(values)
     sound = (values.abs() <= form.limit).all() and not (key == "exp_avg_sq" and (values < 0).any())
     if not sound:
         raise ValueError(

@@ -458,24 +458,6 @@ def test_float64_parameters_have_no_narrow_state(backend: str) -> None:
     ngn_kernels.NGN([p], backend=backend, state="8bit").step(loss=1.0)  # which has no state
 
 
-@pytest.mark.parametrize("options", [{"state": "8bit"}, {"rounding": "stochastic"}], ids=str)
-def test_dtensors_are_refused(options: dict[str, Any]) -> None:
-    from torch import distributed
-    from torch.distributed.tensor import distribute_tensor, init_device_mesh
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        p = Parameter(distribute_tensor(torch.zeros(4096), mesh))
-        p.grad = torch.ones_like(p)
-        optimizer = ngn_kernels.NGNMDv1([p], **options)
-        with pytest.raises(TypeError, match="leave state= and rounding= out"):
-            optimizer.step(loss=1.0)
-        assert not optimizer.state
-    finally:
-        distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "scale",
     [None, torch.zeros(64), torch.zeros(63, dtype=torch.int32), torch.zeros(64, 1).int()],

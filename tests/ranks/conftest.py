@@ -14,10 +14,11 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
     pools: dict[int, Pool] = {}
 
     def of(size: int) -> Pool:
-        if size not in pools:
+        if size not in pools or pools[size].broken:
             pools[size] = Pool(size)
         return pools[size]
 
     yield of
     for pool in pools.values():
-        pool.close()
+        if not pool.broken:
+            pool.close()

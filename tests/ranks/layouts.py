@@ -7,27 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from algorithms import ALGORITHMS, TWO_GROUPS, Algorithm
+from helpers import bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 STEPS = 3
 BATCH = 8
+HIDDEN = 1408
 
 
-def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Matrices that ranks cannot share evenly, and a bias with fewer elements than ranks."""
+def make_model(dtype: torch.dtype) -> nn.Sequential:
+    """Matrices with enough elements for narrow state, one of them with fewer rows than ranks."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(3, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3)).to(dtype)
 
 
-def make_batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def make_batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    x = torch.randn(BATCH, 5, generator=generator, dtype=torch.float64)
+    x = torch.randn(BATCH, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(BATCH, 3, generator=generator, dtype=torch.float64)
     return x.to(dtype), y.to(dtype)
 
@@ -74,9 +77,24 @@ def my_share(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return x[rank::size], y[rank::size]
 
 
-def trained(model: nn.Module, optimizer: Any, batch: Callable[[int], Any]) -> Callable[[int], None]:
+@cache  # each mesh has threads of its own
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def everything(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return tensors
+
+
+def trained(
+    model: nn.Module,
+    optimizer: Any,
+    share: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]] = my_share,
+) -> Callable[[int], None]:
+    dtype = next(model.parameters()).dtype
+
     def step(k: int) -> None:
-        x, y = batch(k)
+        x, y = share(make_batch(k, dtype))
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
@@ -85,36 +103,32 @@ def trained(model: nn.Module, optimizer: Any, batch: Callable[[int], Any]) -> Ca
     return step
 
 
-def sharing(k: int) -> tuple[Tensor, Tensor]:
-    return my_share(make_batch(k))
-
-
-def whole(algorithm: Algorithm, **options: Any) -> Run:
-    model = make_model()
+def whole(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
+    model = make_model(dtype)
     optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
-    return Run(model, optimizer, trained(model, optimizer, make_batch), lambda: weights_of(model))
+    return Run(model, optimizer, trained(model, optimizer, everything), lambda: weights_of(model))
 
 
-def ddp(algorithm: Algorithm, **options: Any) -> Run:
-    model = nn.parallel.DistributedDataParallel(make_model())
+def ddp(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
+    model = nn.parallel.DistributedDataParallel(make_model(dtype))
     optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
-    return Run(model, optimizer, trained(model, optimizer, sharing), lambda: weights_of(model))
+    return Run(model, optimizer, trained(model, optimizer), lambda: weights_of(model))
 
 
-def fsdp2(algorithm: Algorithm, mesh: Any = None, **options: Any) -> Run:
+def fsdp2(algorithm: Algorithm, dtype: torch.dtype, mesh: Any = None, **options: Any) -> Run:
     from torch.distributed.fsdp import fully_shard
 
-    model = make_model()
+    model = make_model(dtype)
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
-    return Run(model, optimizer, trained(model, optimizer, sharing), lambda: weights_of(model))
+    return Run(model, optimizer, trained(model, optimizer), lambda: weights_of(model))
 
 
-def hsdp(algorithm: Algorithm, **options: Any) -> Run:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
-    return fsdp2(algorithm, mesh=mesh, **options)
+def hsdp(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
+    mesh = mesh_of((2, dist.get_world_size() // 2), ("r", "s"))
+    return fsdp2(algorithm, dtype, mesh=mesh, **options)
 
 
 def tensor_parallel(model: nn.Sequential, mesh: Any) -> nn.Module:
@@ -127,51 +141,51 @@ def tensor_parallel(model: nn.Sequential, mesh: Any) -> nn.Module:
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def tp(algorithm: Algorithm, **options: Any) -> Run:
+def tp(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     """Every rank has the whole batch, and a part of each matrix."""
-    model = tensor_parallel(make_model(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = tensor_parallel(make_model(dtype), mesh_of((dist.get_world_size(),)))
     optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
-    return Run(model, optimizer, trained(model, optimizer, make_batch), lambda: weights_of(model))
+    return Run(model, optimizer, trained(model, optimizer, everything), lambda: weights_of(model))
 
 
-def two_d(algorithm: Algorithm, **options: Any) -> Run:
+def two_d(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     """Tensor parallel within pairs, sharded data parallel across them."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = tensor_parallel(make_model(), mesh["tp"])
+    mesh = mesh_of((dist.get_world_size() // 2, 2), ("dp", "tp"))
+    model = tensor_parallel(make_model(dtype), mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
     optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
     part, parts = mesh.get_local_rank("dp"), mesh["dp"].size()
 
-    def batch(k: int) -> tuple[Tensor, Tensor]:
-        x, y = make_batch(k)
+    def share(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = tensors
         return x[part::parts], y[part::parts]
 
-    return Run(model, optimizer, trained(model, optimizer, batch), lambda: weights_of(model))
+    return Run(model, optimizer, trained(model, optimizer, share), lambda: weights_of(model))
 
 
-def zero1(algorithm: Algorithm, **options: Any) -> Run:
+def zero1(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = nn.parallel.DistributedDataParallel(make_model())
+    model = nn.parallel.DistributedDataParallel(make_model(dtype))
     groups = groups_of(model, algorithm)
     optimizer = ZeroRedundancyOptimizer(
         groups, optimizer_class=algorithm.cls, replicas=1, **algorithm.options, **options
     )
-    return Run(model, optimizer, trained(model, optimizer, sharing), lambda: weights_of(model))
+    return Run(model, optimizer, trained(model, optimizer), lambda: weights_of(model))
 
 
-def pipeline(algorithm: Algorithm, **options: Any) -> Run:
+def pipeline(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     """The first rank has the first layer, the last one the rest, and alone knows the loss."""
-    layers, rank = make_model(), dist.get_rank()
+    layers, rank = make_model(dtype), dist.get_rank()
     model = layers[:2] if rank == 0 else nn.Sequential(layers[2])
     optimizer = algorithm.cls(
         groups_of(model, algorithm), replicas=1, **algorithm.options, **options
     )
 
     def step(k: int) -> None:
-        x, y = make_batch(k)
+        x, y = make_batch(k, dtype)
         optimizer.zero_grad()
         if rank == 0:
             out = model(x)
@@ -181,7 +195,7 @@ def pipeline(algorithm: Algorithm, **options: Any) -> Run:
             out.backward(grad)
             optimizer.step()
         else:
-            received = torch.empty(BATCH, 8, dtype=x.dtype)
+            received = torch.empty(BATCH, HIDDEN, dtype=dtype)
             dist.recv(received, 0)
             received.requires_grad_(True)
             loss = nn.functional.mse_loss(model(received), y)
@@ -200,16 +214,16 @@ def pipeline(algorithm: Algorithm, **options: Any) -> Run:
     return Run(model, optimizer, step, gathered)
 
 
-def mixed(algorithm: Algorithm, **options: Any) -> Run:
+def mixed(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     """A sharded layer beside one that every rank holds, as an ignored or frozen-in-place part is."""
     from torch.distributed.fsdp import fully_shard
 
-    model = make_model()
+    model = make_model(dtype)
     fully_shard(model[2])
     optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
 
     def step(k: int) -> None:
-        x, y = sharing(k)
+        x, y = my_share(make_batch(k, dtype))
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
@@ -235,10 +249,38 @@ LAYOUTS: dict[str, tuple[Callable[..., Run], tuple[int, ...]]] = {
 }
 
 
-def train(layout: str, algorithm: str, **options: Any) -> list[dict[str, Tensor]]:
-    """The whole model after each step, as this rank knows it, with the telemetry."""
-    run = LAYOUTS[layout][0](algorithm_named(algorithm), **options)
-    seen = []
+def shard_of(tensor: Any) -> tuple[int, ...]:
+    """The same number on all ranks that hold the same elements."""
+    if not hasattr(tensor, "placements"):
+        return ()
+    coordinate, placements = tensor.device_mesh.get_coordinate(), tensor.placements
+    return tuple(c for c, p in zip(coordinate, placements, strict=True) if not p.is_replicate())
+
+
+def held(run: Run) -> dict[str, bytes]:
+    """The bits of all parameters and state on this rank, under the name of what they are parts of."""
+    inner = getattr(run.optimizer, "optim", run.optimizer)
+    found = {}
+    for name, p in run.model.named_parameters():
+        part = f"{name} {tuple(p.shape)} {shard_of(p)}"
+        found[part] = bits(getattr(p, "_local_tensor", p))
+        for key, value in inner.state.get(p, {}).items():
+            found[f"{key} of {part}"] = bits(getattr(value, "_local_tensor", value))
+    return found
+
+
+class Trained(NamedTuple):
+    """What a rank knows after each step: the whole model and the telemetry, and what it holds."""
+
+    seen: list[dict[str, Tensor]]
+    held: list[dict[str, bytes]]
+
+
+def train(
+    layout: str, algorithm: str, dtype: torch.dtype = torch.float64, **options: Any
+) -> Trained:
+    run = LAYOUTS[layout][0](algorithm_named(algorithm), dtype, **options)
+    trained = Trained([], [])
     for k in range(STEPS):
         run.step(k)
         inner = getattr(run.optimizer, "optim", run.optimizer)
@@ -246,14 +288,17 @@ def train(layout: str, algorithm: str, **options: Any) -> list[dict[str, Tensor]
         told = (
             {} if shrink is None else {"shrink": shrink, "sizes": torch.stack(inner.step_sizes())}
         )
-        seen.append({**run.whole(), **told})
-    return seen
+        trained.seen.append({**run.whole(), **told})
+        trained.held.append(held(run))
+    return trained
 
 
-def train_whole(algorithm: str, **options: Any) -> list[dict[str, Tensor]]:
-    """The same in this process alone."""
-    run = whole(algorithm_named(algorithm), reduce_group=None, **options)
-    seen = []
+def train_whole(
+    algorithm: str, dtype: torch.dtype = torch.float64, **options: Any
+) -> list[dict[str, Tensor]]:
+    """The same in this process alone, and what it began with."""
+    run = whole(algorithm_named(algorithm), dtype, reduce_group=None, **options)
+    seen = [run.whole()]
     for k in range(STEPS):
         run.step(k)
         seen.append(run.whole())

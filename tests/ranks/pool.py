@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
-import socket
+import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -14,23 +13,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 120  # seconds that a task may take
+PATIENCE = 240  # seconds that a task may take, on a machine that does much else
+HOST = "127.0.0.1"
 
 
 class Failed:
-    """An exception on a rank."""
+    """An exception on a rank, or in place of its answer."""
 
     def __init__(self, error: BaseException) -> None:
-        self.kind = type(error).__name__
-        self.text = str(error)
-        self.traceback = traceback.format_exc()
+        self.traceback = "".join(traceback.format_exception(error))
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str = "gloo") -> None:
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(HOST, port, is_master=False)
+    timeout = timedelta(seconds=PATIENCE / 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     while True:
         task = pipe.recv()
         if task is None:
@@ -48,41 +46,50 @@ class Pool:
     """`size` processes of one group on this machine."""
 
     def __init__(self, size: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # It takes a free port by itself: one that is only looked for may be gone when it is needed.
+        self.store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("spawn")
         self.pipes, self.processes = [], []
+        self.broken = False
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            arguments = (rank, size, self.store.port, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
+            theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def ask(self, module: str, name: str, **arguments: Any) -> list[Any]:
-        """Each rank's answer; a rank that raised gives a Failed."""
+    def run(self, module: str, name: str, **arguments: Any) -> list[Any]:
+        """Each rank's answer. If one raises, others may wait for it: then all of them are ended."""
         for pipe in self.pipes:
             pipe.send((module, name, arguments))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(PATIENCE):
-                raise TimeoutError(f"rank {rank} hangs in {name}({arguments})")
-            answers.append(pipe.recv())
+        deadline = time.monotonic() + PATIENCE
+        answers = [self._answer(pipe, deadline) for pipe in self.pipes]
+        failed = {r: a.traceback for r, a in enumerate(answers) if isinstance(a, Failed)}
+        if failed:
+            self.kill()
+            told = "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise AssertionError(f"{name}({arguments})\n{told}")
         return answers
 
-    def run(self, module: str, name: str, **arguments: Any) -> list[Any]:
-        """The same, where no rank may raise."""
-        answers = self.ask(module, name, **arguments)
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, Failed):
-                raise AssertionError(f"rank {rank}: {answer.traceback}")
-        return answers
+    def _answer(self, pipe: Connection, deadline: float) -> Any:
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                return pipe.recv()
+        except EOFError:
+            return Failed(ChildProcessError("it has ended"))
+        return Failed(TimeoutError("it hangs"))
 
     def close(self) -> None:
         for pipe in self.pipes:
             pipe.send(None)
         for process in self.processes:
             process.join(10)
-            if process.is_alive():
-                process.kill()
+        self.kill()
+
+    def kill(self) -> None:
+        self.broken = True
+        for process in self.processes:
+            process.kill()
+            process.join()

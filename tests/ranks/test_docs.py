@@ -15,7 +15,11 @@ SCRIPT = re.compile(
     r"^<!-- torchrun --nproc-per-node (?P<ranks>\d+) -->\n```python\n(?P<code>.*?)^```$",
     re.M | re.S,
 )
-PATIENCE = 180
+PATIENCE = 300
+
+# Torch's (pytorch/pytorch#190489): a thread of gloo that is the last to hold a tensor aborts if the
+# interpreter ends meanwhile. DDP and ZeRO keep these threads beyond destroy_process_group().
+ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
 def scripts() -> list[object]:
@@ -36,9 +40,21 @@ def test_every_script_is_run() -> None:
 @pytest.mark.parametrize(("code", "ranks"), scripts())
 def test_script(code: str, ranks: int, tmp_path: Path) -> None:
     """It runs, and every rank ends with the same step size, a shrunken one."""
-    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    done, spoken = run(code, ranks, tmp_path / "first")
+    if done.returncode != 0 and ABORTED_AT_EXIT in done.stderr:
+        done, spoken = run(code, ranks, tmp_path / "second")
+    assert done.returncode == 0, done.stderr
+    said = dict(re.findall(r"rank (\d+): shrink (\S+)", spoken))
+    assert set(said) == {str(rank) for rank in range(ranks)}
+    (shrink,) = set(said.values())
+    assert 0 < float(shrink) < 1
+
+
+def run(code: str, ranks: int, folder: Path) -> tuple[subprocess.CompletedProcess[str], str]:
+    """How it ended, and what the ranks said, each in a file: in one pipe their words would mix."""
+    script, logs = folder / "script.py", folder / "logs"
+    folder.mkdir()
     script.write_text(code)
-    # A file for each rank: in one pipe their words would mix.
     done = subprocess.run(
         [
             sys.executable,
@@ -58,9 +74,4 @@ def test_script(code: str, ranks: int, tmp_path: Path) -> None:
         timeout=PATIENCE,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
-    spoken = "".join(log.read_text() for log in logs.rglob("stdout.log"))
-    said = dict(re.findall(r"rank (\d+): shrink (\S+)", spoken))
-    assert set(said) == {str(rank) for rank in range(ranks)}
-    (shrink,) = set(said.values())
-    assert 0 < float(shrink) < 1
+    return done, "".join(log.read_text() for log in logs.rglob("stdout.log"))

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from algorithms import EVERY, Algorithm
+from helpers import bits
 from torch import Tensor
 
-from ranks.layouts import LAYOUTS, train_whole
+from ranks.layouts import LAYOUTS, Trained, train_whole
+from ranks.narrow import NARROW, SAME_CODES, TOLERANCES
 from ranks.pool import Pool
 
 CASES = [
@@ -22,12 +24,30 @@ CASES = [
 
 
 @cache
-def expected(algorithm: str, max_grad_norm: float | None) -> list[dict[str, Tensor]]:
-    return train_whole(algorithm, max_grad_norm=max_grad_norm)
+def expected(algorithm: str, **options: Any) -> list[dict[str, Tensor]]:
+    """What the whole model was, at first and after each step."""
+    return train_whole(algorithm, **options)
 
 
-def bits(step: dict[str, Tensor]) -> dict[str, bytes]:
-    return {name: tensor.contiguous().numpy().tobytes() for name, tensor in step.items()}
+def trained(
+    layout: str, size: int, pool: Pool, twice: bool, **options: Any
+) -> list[dict[str, Tensor]]:
+    """The whole model after each step, once all ranks have been found to hold the same."""
+    task = {"layout": layout, "backend": "cpu" if size == 2 else "reference", **options}
+    answers: list[Trained] = pool.run("ranks.layouts", "train", **task)
+    first = answers[0]
+    for rank, (seen, held) in enumerate(answers):
+        for k, step in enumerate(seen):
+            for name, tensor in step.items():
+                assert bits(tensor) == bits(first.seen[k][name]), f"{name} on {rank} after {k}"
+        for k, parts in enumerate(held):
+            for name, part in parts.items():
+                for other in answers[:rank]:
+                    assert other.held[k].get(name, part) == part, f"{name} on {rank} after {k}"
+    if twice:
+        again: list[Trained] = pool.run("ranks.layouts", "train", **task)
+        assert [a.held for a in again] == [a.held for a in answers]
+    return first.seen
 
 
 @EVERY
@@ -40,22 +60,42 @@ def test_steps_are_those_of_one_process(
     clipping: float | None,
     ranks: Callable[[int], Pool],
 ) -> None:
-    task: dict[str, Any] = {"layout": layout, "algorithm": str(algorithm)}
-    task |= {"max_grad_norm": clipping, "backend": "cpu" if size == 2 else "reference"}
-    answers = ranks(size).run("ranks.layouts", "train", **task)
-    for k, wanted in enumerate(expected(str(algorithm), clipping)):
-        for rank in range(1, size):
-            assert bits(answers[rank][k]) == bits(answers[0][k]), f"rank {rank} after step {k}"
+    options = {"algorithm": str(algorithm), "max_grad_norm": clipping}
+    seen = trained(layout, size, ranks(size), twice=clipping is None, **options)
+    for k, wanted in enumerate(expected(**options)[1:]):  # type: ignore[arg-type]
         for name, tensor in wanted.items():
-            error = (answers[0][k][name] - tensor).abs().max()
+            error = (seen[k][name] - tensor).abs().max()
             assert error < 1e-11, f"{name} after step {k}: {error}"
-    if clipping is not None:
-        return
-    again = ranks(size).run("ranks.layouts", "train", **task)
-    assert [bits(step) for step in again[0]] == [bits(step) for step in answers[0]]
 
 
 def test_the_steps_differ_from_each_other() -> None:
     """Otherwise the comparison would say nothing."""
-    first, *_, last = expected("NGNMDv1", None)
+    _, first, *_, last = expected("NGNMDv1", max_grad_norm=None)
     assert all(not torch.equal(first[name], last[name]) for name in first)
+
+
+# Matrices whose shards begin at whole quanta and follow each other in memory, on all ranks.
+BOTH = ("0.weight", "2.weight")
+ALIGNED: dict[tuple[str, int], tuple[str, ...]] = {
+    ("ddp", 2): BOTH,
+    ("ddp", 4): BOTH,
+    ("fsdp2", 2): BOTH,
+    ("fsdp2", 4): ("2.weight",),
+    ("hsdp", 4): BOTH,
+    ("mixed", 2): BOTH,
+}
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+@pytest.mark.parametrize(("layout", "size"), CASES)
+def test_narrow_numbers(layout: str, size: int, narrow: str, ranks: Callable[[int], Pool]) -> None:
+    options = {"algorithm": "NGNMDv1", **NARROW[narrow]}
+    start, *steps = expected(**options)
+    seen = trained(layout, size, ranks(size), twice=True, **options)
+    for k, wanted in enumerate(steps):
+        for name, tensor in wanted.items():
+            aligned = name in ALIGNED.get((layout, size), ()) and tensor.dtype == torch.float32
+            tolerance = SAME_CODES if aligned else TOLERANCES[narrow]
+            moved = (steps[-1][name] - start[name]).float().norm()
+            error = (seen[k][name] - tensor).float().norm() / moved
+            assert error < tolerance, f"{name} after step {k}: {error}"

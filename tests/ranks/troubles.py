@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import bits
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn import Parameter
 
 from ngn_kernels import NGNM, NGNMDv1, NGNMDv2, SkippedStepWarning
@@ -187,7 +188,10 @@ def nothing_to_do() -> tuple[bool, bool]:
 
 
 def one_never_comes() -> str:
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group()
+    _set_pg_timeout(
+        timedelta(seconds=2), group
+    )  # not before ranks have met, which may take a while
     if bad_rank():
         dist.barrier()
         return ""
@@ -206,7 +210,7 @@ def collectives(algorithm: str, clipping: bool, sharded: bool) -> tuple[int, int
     from ranks.layouts import algorithm_named, ddp, fsdp2
 
     made = (fsdp2 if sharded else ddp)(
-        algorithm_named(algorithm), max_grad_norm=0.1 if clipping else None
+        algorithm_named(algorithm), torch.float64, max_grad_norm=0.1 if clipping else None
     )
     made.step(0)
     sent: list[int] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -16,13 +18,20 @@ from byhand import DIVIDE_BY_LENGTH, DIVIDE_BY_SETTING, Case, Model, by_hand, di
 WORKER = Path(__file__).with_name("ranks.py")
 
 
+def free_port() -> int:
+    """Below those that the system gives away: it is bound only after the imports of a rank."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", port))
+            return port
+    raise OSError("no port is free")
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """What the two ranks left, a directory each; all runs in one pair of processes."""
     directories = [tmp_path_factory.mktemp(f"rank{rank}") for rank in range(2)]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     world |= {"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
     # As torchrun would set it: Lightning then starts no processes of its own.

@@ -1,0 +1,151 @@
+"""One parameter in many ways over ranks, with gradients that are given: the bits of one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from helpers import bits
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import Parameter
+
+from ngn_kernels import NGNMDv1, NGNMDv2, SkippedStepWarning
+from ngn_kernels.formats import decoded, narrow_format
+from ngn_kernels.shards import first_element
+from ranks.layouts import mesh_of
+
+PLACEMENTS = {
+    "R": Replicate(),
+    "S0": Shard(0),
+    "S1": Shard(1),
+    "SS0": _StridedShard(0, split_factor=2),
+}
+
+
+class Way(NamedTuple):
+    """A parameter on a mesh of four ranks; whether noise, and then quanta, are one process'."""
+
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    placements: str
+    noise: bool = True
+    quanta: bool = True
+
+
+WAYS = {
+    "rows": Way((130, 64), (4,), "S0"),  # 33, 33, 33 and 31
+    "fewer rows than ranks": Way((3, 1408), (4,), "S0"),
+    "a vector": Way((4230,), (4,), "S0", quanta=False),  # 1058, 1058, 1058 and 1056
+    "short rows": Way((1408, 3), (4,), "S0", quanta=False),
+    "replicas": Way((64, 64), (4,), "R"),
+    "hybrid": Way((65, 64), (2, 2), "R S0"),
+    "nested": Way((67, 64), (2, 2), "S0 S0"),
+    "right to left": Way((68, 64), (2, 2), "SS0 S0"),
+    "every other block": Way((68, 64), (2, 2), "S0 SS0", noise=False),
+    "columns": Way((64, 66), (4,), "S1", noise=False),
+    "rows and columns": Way((67, 64), (2, 2), "S0 S1", noise=False),
+    "a row of columns": Way((1, 8192), (4,), "S1"),
+    "three dimensions": Way((5, 8, 128), (4,), "S0"),
+}
+
+
+def spread(way: Way, tensor: Tensor) -> Any:
+    mesh = mesh_of(way.mesh)
+    # Every rank has the whole: nothing need be sent.
+    placements = [PLACEMENTS[name] for name in way.placements.split()]
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def places(way: str) -> tuple[int, list[int]]:
+    """Where noise begins on this rank, and the places of its elements in the whole."""
+    numel = torch.Size(WAYS[way].shape).numel()
+    index = spread(WAYS[way], torch.arange(numel).view(WAYS[way].shape))
+    return first_element(index), index._local_tensor.flatten().tolist()
+
+
+def steps(way: str, dtype: torch.dtype, **options: Any) -> tuple[dict[str, bool], float]:
+    """Whether this rank holds one process' bits, by what they are, and how far its part has strayed.
+
+    A step size for each coordinate depends on no sum, which ranks add up in another order.
+    """
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(WAYS[way].shape, generator=generator).to(dtype) for _ in range(5)]
+    start, gradients = given[0], given[1:]
+    whole = Parameter(start.clone())
+    sharded = Parameter(spread(WAYS[way], start.clone()))
+    one = NGNMDv2([whole], lr=0.3, reduce_group=None, **options)
+    many = NGNMDv2([sharded], lr=0.3, **options)
+    for k, gradient in enumerate(gradients):
+        whole.grad, sharded.grad = gradient, spread(WAYS[way], gradient)
+        for optimizer in (one, many):
+            optimizer.step(loss=1.0 - 0.1 * k)
+    same = {"parameter": bits(part(WAYS[way], whole)) == bits(sharded._local_tensor)}  # type: ignore[attr-defined]
+    wanted, found = numbers(one.state[whole]), numbers(many.state[sharded])
+    assert set(wanted) == set(found)
+    for key, value in wanted.items():
+        same[key] = bits(part(WAYS[way], value)) == bits(found[key])
+    moved = part(WAYS[way], whole.detach() - start).float()
+    error = part(WAYS[way], whole.detach()).float() - sharded.detach()._local_tensor.float()  # type: ignore[attr-defined]
+    return same, float(error.norm() / moved.norm()) if moved.numel() else 0.0
+
+
+def part(way: Way, tensor: Tensor) -> Tensor:
+    local: Tensor = spread(way, tensor.detach())._local_tensor
+    return local
+
+
+def numbers(state: dict[str, Any]) -> dict[str, Tensor]:
+    """What lies here of each column, decoded; scales show in them."""
+    found = {}
+    for key, value in state.items():
+        value = getattr(value, "_local_tensor", value)
+        if key in ("momentum_buffer", "exp_avg_sq"):
+            form = narrow_format(key, value.dtype)
+            found[key] = value if form is None else decoded(value, state.get(f"{key}_scale"), form)
+        if key == "remainder":
+            found[key] = value
+    return found
+
+
+def another_mesh() -> list[str]:
+    """What is said of state that lies on another mesh than its parameter."""
+    ways = WAYS["rows"], WAYS["hybrid"]._replace(shape=WAYS["rows"].shape)
+    p, q = (Parameter(spread(way, torch.ones(way.shape, dtype=torch.bfloat16))) for way in ways)
+    said = []
+    for key in ("momentum_buffer", "remainder"):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        ours = NGNMDv1([p], state="8bit", rounding="exact")
+        theirs = NGNMDv1([q], state="8bit", rounding="exact")
+        for optimizer in (ours, theirs):
+            optimizer.step(loss=1.0)
+        for name in (key, f"{key}_scale"):
+            if name in theirs.state[q]:
+                ours.state[p][name] = theirs.state[q][name]
+        try:
+            ours.step(loss=1.0)
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def another_placement() -> list[str]:
+    """Which numbers have changed after state came with other placements on the same mesh."""
+    way, generator = WAYS["rows"], torch.Generator().manual_seed(1)
+    p = Parameter(spread(way, torch.ones(way.shape, dtype=torch.bfloat16)))
+    p.grad = spread(way, torch.randn(way.shape, generator=generator).bfloat16())
+    optimizer = NGNMDv1([p], state="8bit", rounding="exact")
+    optimizer.step(loss=1.0)
+    state, saved = optimizer.state[p], optimizer.state_dict()["state"][0]
+    before = {key: bits(value) for key, value in numbers(state).items()}
+    for key in ("momentum_buffer", "exp_avg_sq", "remainder"):
+        state[key] = saved[key].redistribute(placements=[Replicate()])
+        state.pop(f"{key}_scale", None)
+    p.grad = torch.full_like(p, float("nan"))  # the step is skipped, after state was put in place
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedStepWarning)
+        optimizer.step(loss=1.0)
+    assert all(state[key].placements == p.placements for key in before)  # type: ignore[attr-defined]
+    return [key for key, value in numbers(state).items() if bits(value) != before[key]]

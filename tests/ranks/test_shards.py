@@ -1,0 +1,58 @@
+"""Shards of one parameter: the place of each element, and the bits of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ranks.narrow import NARROW, TOLERANCES
+from ranks.pool import Pool
+from ranks.shards import WAYS
+
+MODULE = "ranks.shards"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_place_of_each_element(way: str, ranks: Callable[[int], Pool]) -> None:
+    """Noise is counted by it; where elements do not follow each other, every shard has its own."""
+    ranges: dict[tuple[int, ...], range] = {}
+    for first, places in ranks(4).run(MODULE, "places", way=way):
+        if places:
+            follow = places == list(range(places[0], places[0] + len(places)))
+            assert follow == WAYS[way].noise
+            assert first == places[0] or not follow
+            assert ranges.setdefault(tuple(places), range(first, first + len(places)))[0] == first
+    counted = [place for each in ranges.values() for place in each]
+    assert len(set(counted)) == len(counted)
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bits_of_one_process(way: str, narrow: str, ranks: Callable[[int], Pool]) -> None:
+    options = NARROW[narrow]
+    noise, quanta = WAYS[way].noise, WAYS[way].quanta or "8bit" not in options["state"]
+    for backend in ("cpu", "reference"):
+        for same, error in ranks(4).run(MODULE, "steps", way=way, backend=backend, **options):
+            assert all(same.values()) or not (noise and quanta), same
+            assert error < TOLERANCES[narrow]
+
+
+def test_exact_without_noise_has_the_bits_everywhere(ranks: Callable[[int], Pool]) -> None:
+    for way in WAYS:
+        for same, _ in ranks(4).run(
+            MODULE, "steps", way=way, dtype=torch.bfloat16, rounding="exact"
+        ):
+            assert all(same.values()) and "remainder" in same, way
+
+
+def test_state_on_another_mesh(ranks: Callable[[int], Pool]) -> None:
+    for said in ranks(4).run(MODULE, "another_mesh"):
+        assert len(said) == 2
+        for text in said:
+            assert "lie on different meshes: load sharded state with" in text
+
+
+def test_state_with_other_placements(ranks: Callable[[int], Pool]) -> None:
+    assert ranks(4).run(MODULE, "another_placement") == [[]] * 4
