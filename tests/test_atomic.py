@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from algorithms import COORDINATE, EVERY, NGND, NGND_RMS, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
+from algorithms import (
+    ALGORITHMS,
+    COORDINATE,
+    EVERY,
+    NGND,
+    NGND_RMS,
+    SCALAR,
+    Algorithm,
+    Hyper,
+    NGNMDv1,
+    NGNMDv2,
+)
 from extent import Extent
 from helpers import (
     assert_unchanged,
@@ -282,9 +293,54 @@ def test_ngnd_takes_a_huge_gradient_for_what_it_is(backend: str) -> None:
 
 
 @EVERY
-def test_storage_overflow(algorithm: Algorithm, backend: str) -> None:
-    """6e4 + 1e4 does not fit float16: that element keeps x, m and v, every other one moves."""
-    columns = [[Parameter(torch.tensor([0.1, 6e4, -6e4, 2.0], dtype=torch.float16))]]
-    pair = Pair(algorithm, algorithm.build(columns, [Hyper(2e4, 0.5)], backend=backend))
-    columns[0][0].grad = torch.tensor([0.5, -1.0, -1.0, 1.0], dtype=torch.float16)
-    assert_only_those_stand_still(pair, {(0, 1)}, 1e12)
+@pytest.mark.parametrize(
+    ("half", "x", "lr", "loss"),
+    [(torch.float16, 6e4, 2e4, 1e12), (torch.bfloat16, torch.finfo(torch.bfloat16).max, 2e36, 1e44)],
+    ids=["float16", "bfloat16"],
+)
+def test_storage_overflow(
+    algorithm: Algorithm, backend: str, half: torch.dtype, x: float, lr: float, loss: float
+) -> None:
+    """6e4 + 1e4 does not fit float16: that element keeps x, m and v, every other one moves.
+
+    Nor does 3.38e38 + 1e36 fit bfloat16, though it would fit float32.
+    """
+    columns = [[Parameter(torch.tensor([0.1, x, -x, 2.0], dtype=half))]]
+    pair = Pair(algorithm, algorithm.build(columns, [Hyper(lr, 0.5)], backend=backend))
+    columns[0][0].grad = torch.tensor([0.5, -1.0, -1.0, 1.0], dtype=half)
+    assert_only_those_stand_still(pair, {(0, 1)}, loss)
+
+
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a.momentum or a.rms], ids=str)
+@pytest.mark.parametrize("key", ["momentum_buffer", "exp_avg_sq"])
+@pytest.mark.dtypes(torch.float64)
+def test_float32_state_of_float64_parameters_overflows(
+    algorithm: Algorithm, key: str, backend: str, dtype: torch.dtype
+) -> None:
+    """Numbers that float64 parameters bear and their float32 state does not: kept, and told."""
+    if not (algorithm.momentum if key == "momentum_buffer" else algorithm.rms):
+        pytest.skip("the rule has no such state")
+    p = Parameter(torch.tensor([1.0, 1.0, 1.0], dtype=dtype))
+    optimizer = algorithm.build([[p]], [Hyper(1.0, 0.5, 0.99)], backend=backend)
+    p.grad = torch.ones_like(p)
+    optimizer.step(loss=1.0)
+    state = optimizer.state[p]
+    state[key] = state[key].float()
+    if key == "momentum_buffer":
+        state[key].fill_(1.0)
+        p.grad = torch.tensor([0.0, 1e30, 0.0], dtype=dtype)
+        optimizer.param_groups[0]["lr"] = 1e40
+        loss = 1e90
+    else:
+        p.grad = torch.tensor([1.0, 1e21, 1.0], dtype=dtype)
+        loss = 1e90
+    before = {"x": p.detach().clone()} | {k: t.clone() for k, t in state.items() if k != "step"}
+    with pytest.warns(SkippedStepWarning, match="some elements"):
+        optimizer.step(loss=loss)
+    after = {"x": p.detach()} | {k: t for k, t in state.items() if k != "step"}
+    assert state[key].dtype == torch.float32
+    for name, old in before.items():
+        assert after[name].isfinite().all(), name
+        assert after[name][1] == old[1], f"{name} of the element that overflows has moved"
+    assert (after["x"] != before["x"]).tolist() == [True, False, True]
+    assert int(optimizer.skipped_steps) == 1

@@ -15,6 +15,8 @@ from helpers import SHAPES, params_of, random_columns, random_gradients, snapsho
 from pair import Pair
 from torch.nn import Parameter
 
+from ngn_kernels import SkippedStepWarning
+
 
 def trained(algorithm: Algorithm, backend: str, dtype: torch.dtype, **options: Any) -> Any:
     """After three steps, one parameter having missed the second."""
@@ -199,6 +201,19 @@ def test_deepcopy_and_pickle(algorithm: Algorithm, backend: str) -> None:
     advance(optimizer, 5)
     for other in copies:
         assert snapshot(other) == snapshot(optimizer)
+
+
+def test_copies_know_the_count_of_skipped_steps(backend: str) -> None:
+    optimizer = trained(NGNMDv1, backend, torch.float32)
+    for k in range(2):
+        with pytest.warns(SkippedStepWarning):
+            optimizer.step(loss=float("nan"))
+        copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+        copies.append(copy.deepcopy(copies[0]))
+        assert [int(other.skipped_steps) for other in (optimizer, *copies)] == [k + 1] * 4
+    with pytest.warns(SkippedStepWarning):
+        copies[0].step(loss=float("nan"))
+    assert [int(other.skipped_steps) for other in (optimizer, *copies)] == [2, 3, 2, 2]
 
 
 def test_deepcopy_together_with_the_model(backend: str) -> None:

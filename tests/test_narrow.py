@@ -414,6 +414,31 @@ def test_every_state_loads_every_other(backend: str, state: Any, target: Any) ->
         pair.check_step()
 
 
+def test_small_parameters_keep_float32(backend: str) -> None:
+    """From 4,096 elements on state is narrow, however they are laid out."""
+    sizes = {(4095,): False, (4096,): True, (64, 64): True, (63, 65): False}
+    params = [Parameter(torch.ones(shape)) for shape in sizes]
+    optimizer = NGNMDv1.simple(params, backend=backend, state="8bit")
+    random_gradients(params, seed=0)
+    optimizer.step(loss=1.0)
+    found = [optimizer.state[p]["exp_avg_sq"].dtype == torch.uint8 for p in params]
+    assert found == list(sizes.values())
+
+
+@pytest.mark.parametrize("state", ["8bit", "bfloat16"])
+def test_a_negative_zero_is_loaded_as_zero(backend: str, state: str) -> None:
+    """Its pattern is that of a huge number, for whoever counts in patterns."""
+    optimizer = trained(backend, state)
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg_sq"] = torch.full_like(saved["state"][0]["exp_avg_sq"], -0.0)
+    optimizer.load_state_dict(saved)
+    assert not optimizer.state_dict()["state"][0]["exp_avg_sq"].any()
+    pair = Pair(NGNMDv1, optimizer)
+    random_gradients(params_of(optimizer), seed=9)
+    pair.step(1.0)
+    pair.check_step()
+
+
 def test_replaced_state_is_brought_into_its_format(backend: str) -> None:
     optimizer = trained(backend, "8bit")
     p = params_of(optimizer)[0]

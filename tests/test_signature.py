@@ -75,6 +75,47 @@ def test_another_exchange_api_falls_back(api: Any, monkeypatch: pytest.MonkeyPat
     assert isinstance(of_a_step(), PythonSignature)
 
 
+LOOK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+DEVICE_ID = 12  # where DLPack's tensor has the number of its device
+
+
+def test_a_gradient_on_another_device_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to assign one, so DLPack is made to tell of one."""
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    api = ExchangeApi.from_buffer_copy(
+        ctypes.string_at(get(getattr(torch.Tensor, ATTRIBUTE), NAME), ctypes.sizeof(ExchangeApi))
+    )
+    real = LOOK(api.rest[4])
+    elsewhere: set[int] = set()
+
+    def look(tensor: int, out: int) -> int:
+        answer = real(tensor, out)
+        if tensor in elsewhere:
+            ctypes.c_int32.from_address(out + DEVICE_ID).value += 1
+        return answer
+
+    kept = LOOK(look)
+    api.rest[4] = ctypes.cast(kept, ctypes.c_void_p).value
+    monkeypatch.setattr(torch.Tensor, ATTRIBUTE, capsule_of(api, NAME))
+    optimizer = fresh(NGNMDv1, "reference")
+    optimizer.step(loss=1.0)
+    native = optimizer._plan.signature
+    assert isinstance(native, signature.NativeSignature)
+    assert native.look(optimizer.param_groups, optimizer.state) == signature.SAME
+    elsewhere.add(id(params_of(optimizer)[1].grad))
+    assert native.look(optimizer.param_groups, optimizer.state) == signature.UNUSUAL
+
+
+def test_a_gradient_on_another_device_is_looked_at_in_python() -> None:
+    """Without elements it has no address that would give it away."""
+    here = torch.empty(0)
+    row = signature.SignatureRow(here, here, {}, (), here)
+    assert signature._gradient_address(row, torch.empty(0)) == signature.EMPTY_ADDRESS
+    elsewhere = torch.empty(0, device="meta")
+    assert signature._gradient_address(row, elsewhere) == signature.UNUSUAL_ADDRESS
+
+
 def test_parameters_of_another_class_are_looked_at_in_python() -> None:
     class Named(Parameter):
         pass

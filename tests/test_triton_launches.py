@@ -128,6 +128,10 @@ STEPS: dict[str, tuple[Callable[[Any, int], Any], list[str]]] = {
         lambda optimizer, k: set_scale(optimizer, None if k % 2 else new_loss()),
         ["copy_", "_foreach_copy_", *NEWS],
     ),
+    "lrs on the device, a loss on the host": (
+        lambda optimizer, k: (set_lrs(optimizer, torch.full((), 0.1, device="cuda:0")), 1.0)[1],
+        ["_foreach_copy_", *NEWS],
+    ),
     "lrs on the device": (
         lambda optimizer, k: set_lrs(optimizer, torch.full((), 0.1, device="cuda:0")),
         ["_foreach_copy_", *NEWS],

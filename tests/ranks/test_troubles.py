@@ -45,6 +45,13 @@ def test_a_step_without_loss_and_gradients(ranks: Callable[[int], Pool]) -> None
     assert ranks(2).run(MODULE, "nothing_to_do") == [(True, True)] * 2
 
 
+def test_a_rank_with_nothing_to_do_takes_part(ranks: Callable[[int], Pool]) -> None:
+    """Its own parameters have no gradient: the others do not wait for it, and all know rho."""
+    (same, shrink), *others = ranks(2).run(MODULE, "one_has_nothing")
+    assert same and shrink == 2 / (2 + 0.5 * 12)
+    assert others == [(True, shrink)]
+
+
 def test_a_rank_that_never_comes(ranks: Callable[[int], Pool]) -> None:
     waiting, _ = ranks(2).run(MODULE, "one_never_comes")
     assert "NGNM.step() waited for the numbers of the other 1 ranks" in waiting

@@ -187,6 +187,20 @@ def nothing_to_do() -> tuple[bool, bool]:
     return nothing, bool((p < 1).all())
 
 
+def one_has_nothing() -> tuple[bool, float | None]:
+    """Each rank owns another parameter, and the last one's has no gradient."""
+    p = Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = NGNM([p], lr=0.5, replicas=1)
+    alone = NGNM([q := Parameter(torch.ones(3, dtype=torch.float64))], lr=0.5, reduce_group=None)
+    p.grad = None if bad_rank() else torch.full_like(p, 2.0)
+    q.grad = p.grad
+    optimizer.step(loss=1.0)
+    if q.grad is not None:
+        alone.step(loss=1.0)
+    shrink = optimizer.shrink
+    return torch.equal(p, q), None if shrink is None else float(shrink)
+
+
 def one_never_comes() -> str:
     group = dist.new_group()
     _set_pg_timeout(

@@ -1,0 +1,269 @@
+"""`make mutants`: small mutations of the code, each of which some test must notice.
+
+catalogue.py lists them. Each is made in a copy under build/mutants, the extension is built anew where
+it is C++, and the tests that it names are run. The tests that failed must pass without a mutant. One
+that no test notices, and one whose text is no longer in the code exactly once, make the run fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from pathlib import Path
+
+from catalogue import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "mutants"
+COPIED = ("ngn_kernels", "bench", "tests", "csrc", "CMakeLists.txt", "pyproject.toml")
+PATIENCE = 400  # seconds that the tests of one mutant may take; one that hangs them was noticed
+KILLED, SURVIVED, ERROR = "killed", "survived", "ERROR"
+
+
+class Workshop:
+    """A copy of the project, with an extension of its own that is quick to build."""
+
+    def __init__(self, number: int) -> None:
+        self.folder = BUILD / f"copy{number}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        for name in COPIED:
+            source, target = ROOT / name, self.folder / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=ignored)
+            else:
+                shutil.copy2(source, target)
+        (self.folder / "ngn_bench").symlink_to("bench")
+        self.cmake = BUILD / f"cmake{number}"
+        self.built = self.folder / "built"
+        self.native = False  # whether the extension in the copy is that of a C++ mutant
+        for extension in (ROOT / "ngn_kernels").glob("*.so"):
+            shutil.copy2(extension, self.folder / "ngn_kernels")
+
+    def try_out(self, mutant: Mutant) -> tuple[str, str]:
+        path = self.folder / mutant.file
+        text = path.read_text() if path.is_file() else ""
+        if text.count(mutant.old) != 1:
+            return ERROR, f"{mutant.file} has its text {text.count(mutant.old)} times"
+        path.write_text(text.replace(mutant.old, mutant.new))
+        try:
+            if mutant.native:
+                problem = self.build()
+                if problem:
+                    return ERROR, problem
+            elif self.native:
+                self.take_extension(ROOT / "ngn_kernels")
+            return self.run(mutant.tests)
+        finally:
+            path.write_text(text)
+
+    def build(self) -> str:
+        """The extension for one instruction set, and with few optimizations."""
+        bin = Path(sys.executable).parent
+        if not (self.cmake / "build.ninja").is_file():
+            hints = subprocess.run(
+                [sys.executable, "-m", "pybind11", "--cmakedir"], capture_output=True, text=True
+            ).stdout.strip()
+            configure = [
+                *(bin / "cmake", "-S", self.folder, "-B", self.cmake, "-G", "Ninja"),
+                *("-DNGN_X86=OFF", "-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-Dpybind11_DIR={hints}"),
+                *(f"-DCMAKE_MAKE_PROGRAM={bin / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
+                f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={self.built}",
+            ]
+            problem = failure_of(configure)
+            if problem:
+                return problem
+        problem = failure_of([bin / "cmake", "--build", self.cmake])
+        if not problem:
+            self.take_extension(self.built)
+            self.native = True
+        return problem
+
+    def take_extension(self, folder: Path) -> None:
+        for old in (self.folder / "ngn_kernels").glob("*.so"):
+            old.unlink()
+        for extension in folder.glob("*.so"):
+            shutil.copy2(extension, self.folder / "ngn_kernels")
+        self.native = False
+
+    def check(self, tests: list[str], native: bool, names: list[str]) -> str:
+        """Why tests do not pass where nothing was mutated; "" if they do."""
+        if native:
+            problem = self.build()
+            if problem:
+                return problem
+        elif self.native:
+            self.take_extension(ROOT / "ngn_kernels")
+        outcome, detail = self.run(shlex.join(tests))
+        return "" if outcome == SURVIVED else f"{detail} (of {len(names)} mutants)"
+
+    def run(self, tests: str) -> tuple[str, str]:
+        words = shlex.split(tests)
+        variables = dict(word.split("=", 1) for word in words if is_assignment(word))
+        arguments = [word for word in words if not is_assignment(word)]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), **variables}
+        environment |= {"PYTHONDONTWRITEBYTECODE": "1", "MAKEFLAGS": ""}
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            said, _ = process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return KILLED, f"the tests hang for {PATIENCE} s"
+        lines = [line for line in said.splitlines() if line.strip()]
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        detail = (failed or lines or [""])[-1]
+        if process.returncode < 0:
+            return KILLED, f"the tests die of signal {-process.returncode}"
+        outcome = {0: SURVIVED, 1: KILLED}.get(process.returncode, ERROR)
+        return outcome, detail
+
+
+def is_assignment(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.isupper()
+
+
+def failure_of(command: list[object]) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-1:]
+    return errors[0] if done.returncode else ""
+
+
+def changed_files(base: str) -> set[str]:
+    command = ["git", "-C", str(ROOT), "diff", "--name-only", base]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def chosen(options: argparse.Namespace) -> list[Mutant]:
+    mutants = list(MUTANTS)
+    unknown = set(options.names) - {mutant.name for mutant in mutants}
+    if unknown:
+        sys.exit(f"no such mutant: {', '.join(sorted(unknown))}; --list shows all")
+    if options.names:
+        mutants = [mutant for mutant in mutants if mutant.name in options.names]
+    if options.changed is not None:
+        files = changed_files(options.changed)
+        mutants = [mutant for mutant in mutants if mutant.file in files]
+    if options.sample is not None:
+        day = datetime.datetime.now(tz=datetime.timezone.utc).date().toordinal()
+        count = min(options.sample, len(mutants))
+        mutants = random.Random(day).sample(mutants, count)  # noqa: S311
+    return mutants
+
+
+class Hunt:
+    """All chosen mutants, some at a time: C++ ones from one end, the others from the other."""
+
+    def __init__(self, mutants: list[Mutant], jobs: int) -> None:
+        self.waiting = deque(sorted(mutants, key=lambda mutant: not mutant.native))
+        self.jobs = jobs
+        self.lock = threading.Lock()
+        self.outcomes: dict[str, str] = {}
+        self.noticed: dict[tuple[bool, tuple[str, ...]], dict[str, list[str]]] = {}
+        self.total = len(mutants)
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._work, args=(i,)) for i in range(self.jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _work(self, number: int) -> None:
+        workshop = Workshop(number)
+        while True:
+            with self.lock:
+                if not self.waiting:
+                    break
+                mutant = self.waiting.popleft() if number % 2 == 0 else self.waiting.pop()
+            started = time.monotonic()
+            try:
+                outcome, detail = workshop.try_out(mutant)
+            except Exception as error:
+                outcome, detail = ERROR, repr(error)
+            self._note(mutant, outcome, detail, time.monotonic() - started)
+        while True:
+            with self.lock:
+                if not self.noticed:
+                    return
+                (native, words), tests = self.noticed.popitem()
+            names = [name for mutants in tests.values() for name in mutants]
+            problem = workshop.check([*words, *tests], native, names)
+            if problem:
+                with self.lock:
+                    print(f"        {ERROR}    without any mutant: {problem}")
+                    self.outcomes |= dict.fromkeys(names, ERROR)
+
+    def _note(self, mutant: Mutant, outcome: str, detail: str, seconds: float) -> None:
+        with self.lock:
+            self.outcomes[mutant.name] = outcome
+            done = f"{len(self.outcomes)}/{self.total}"
+            print(f"{done:>7} {outcome:8} {mutant.name}  ({seconds:.0f} s) {detail}", flush=True)
+            if outcome != KILLED:
+                print(f"        {mutant.file}: {mutant.breaks}", flush=True)
+                return
+            # The test that has failed must pass without the mutant: all of a kind in one run.
+            failed = re.match(r"FAILED (.*?\.py::.*?)( - |$)", detail)
+            words = shlex.split(mutant.tests)
+            given = words if failed is None else [w for w in words if is_given_to_all(w, words)]
+            kept = self.noticed.setdefault((mutant.native, tuple(given)), {})
+            if failed is not None:
+                kept.setdefault(failed[1], []).append(mutant.name)
+            else:
+                kept.setdefault("-x", []).append(mutant.name)
+
+
+def is_given_to_all(word: str, words: list[str]) -> bool:
+    """Whether it is a variable or an option, and neither a file nor what selects tests in it."""
+    chosen = [later for w, later in zip(words, words[1:], strict=False) if w == "-k"]
+    return not word.startswith("tests/") and word != "-k" and word not in chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="only these mutants")
+    parser.add_argument("--changed", nargs="?", const="main", help="only of files that differ from")
+    parser.add_argument("--sample", type=int, help="so many of them, others every day")
+    parser.add_argument("--jobs", type=int, default=2, help="so many at a time")
+    parser.add_argument("--list", action="store_true", help="name them and what they break")
+    options = parser.parse_args()
+    mutants = chosen(options)
+    if options.list:
+        for mutant in mutants:
+            print(f"{mutant.name:36} {mutant.file:40} {mutant.breaks}")
+        return
+    BUILD.mkdir(parents=True, exist_ok=True)
+    hunt = Hunt(mutants, options.jobs)
+    hunt.run()
+    count = Counter(hunt.outcomes.values())
+    for name, outcome in sorted(hunt.outcomes.items()):
+        if outcome != KILLED:
+            print(f"{outcome}: {name}")
+    errors = f", {count[ERROR]} errors" if count[ERROR] else ""
+    print(f"{hunt.total} mutants: {count[KILLED]} killed, {count[SURVIVED]} survived{errors}")
+    sys.exit(count[KILLED] != hunt.total)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1090 @@
+"""The mutants: one small mutation each, the tests that must notice it, and the promise that it breaks.
+
+`old` must be in the file exactly once. `tests` are arguments of pytest, after environment variables;
+the narrower they are, the sooner a mutant dies. docs/testing.md says which promises they belong to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    breaks: str
+
+    @property
+    def native(self) -> bool:
+        """Whether the extension must be built for it."""
+        return self.file.startswith("csrc/")
+
+
+def of(file: str, *rows: tuple[str, str, str, str, str]) -> tuple[Mutant, ...]:
+    """Rows of (name, old, new, tests, breaks)."""
+    return tuple(Mutant(row[0], file, *row[1:]) for row in rows)
+
+
+INTERPRETED = "TRITON_INTERPRET=1 --backend triton "
+PYTHON_SIGNATURE = "--signature python "
+BUCKETS = "tests/test_buckets.py"
+ROUGH = "tests/test_rough_handling.py"
+
+RULES = of(
+    "ngn_kernels/rules.py",
+    (
+        "rules-norm-of-coordinate-rules",
+        "if clipping and (self.coordinate or self.rms) else own",
+        "if clipping and self.rms and own else own",
+        "tests/test_atomic.py -k 'test_non_finite_norm_when_clipping and NGND'",
+        "clipping needs the norm of coordinate rules before their first write",
+    ),
+    (
+        "rules-norm-before-the-rms-sum",
+        "return (NORM, *own) if clipping",
+        "return (*own, NORM) if clipping",
+        "tests/test_amp.py tests/test_triton_launches.py tests/test_properties.py -k 'any_problem and v1'",
+        "D depends on the clipped gradient, so the norm comes first",
+    ),
+    (
+        "rules-reads-of-W",
+        "return _present(g=True, v=self.rms, x=self.regularised)",
+        "return _present(g=True, v=self.rms, x=False)",
+        "tests/test_bench_parts.py -k traffic_of_the_rules",
+        "a rule tells every column that its sums read",
+    ),
+)
+
+PLAN = of(
+    "ngn_kernels/plan.py",
+    (
+        "plan-sums-of-a-device-not-shared",
+        "if bucket.sums is not target:",
+        "if False:",
+        f"{BUCKETS} -k 'devices and NGNM'",
+        "devices share one denominator",
+    ),
+    (
+        "plan-reasons-of-a-device-not-shared",
+        "torch.maximum(home, copy_to(torch.empty_like(home), reason), out=home)",
+        "pass",
+        f"{BUCKETS} -k 'devices and NGNM'",
+        "a reason on another device counts the step at home",
+    ),
+    (
+        "plan-reason-stays-on-its-device",
+        "            reason.zero_()\n",
+        "",
+        f"{BUCKETS} -k 'devices and NGNM'",
+        "a skipped step of another device is counted once",
+    ),
+    (
+        "plan-unusual-gradients-of-one-bucket",
+        "not all([bucket.lay_out_gradients() for bucket in self.buckets])",
+        "not all(bucket.lay_out_gradients() for bucket in self.buckets[:1])",
+        f"{BUCKETS} -k unusual",
+        "gradients of every bucket are brought into shape",
+    ),
+    (
+        "plan-parameter-not-written-back",
+        "            row.local.copy_(row.copy)\n",
+        "            pass\n",
+        "tests/test_layouts.py -k 'test_parameter_and_gradient_layouts and float32'",
+        "a parameter with gaps in memory is updated",
+    ),
+    (
+        "plan-autograd-not-told",
+        "                increment_version(bucket.active)",
+        "                pass",
+        "tests/test_contract.py -k autograd_notices",
+        "autograd notices what a kernel wrote",
+    ),
+    (
+        "plan-type-of-the-gradient",
+        "if local(row.param.grad).dtype.to_real() != self.key.grad:",
+        "if False:",
+        f"{BUCKETS} -k another_type",
+        "a gradient of another type gets a plan of its own",
+    ),
+)
+
+SIGNATURE = of(
+    "ngn_kernels/signature.py",
+    (
+        "signature-python-ignores-state",
+        "tensors = [row.param, *(row.state.get(key) for key in row.keys)]",
+        "tensors = [row.param]",
+        f"{ROUGH} -k 'test_state_memory_replaced and python'",
+        "state that was replaced is seen, by older torch too",
+    ),
+    (
+        "signature-python-ignores-the-state-dict",
+        "key is known and value is held",
+        "key is known",
+        f"{ROUGH} -k 'a_new_dict_of_state and python'",
+        "a state dict that was replaced is seen",
+    ),
+    (
+        "signature-python-gradient-device",
+        "        and grad.device == row.dense.device\n",
+        "",
+        "tests/test_signature.py -k another_device",
+        "a gradient on another device is looked at closely",
+    ),
+    (
+        "signature-python-idle-parameters",
+        "            and all(param.grad is None for param in self._idle)\n",
+        "",
+        PYTHON_SIGNATURE + "tests/test_contract.py -k frozen",
+        "a parameter whose first gradient comes late joins in",
+    ),
+    (
+        "signature-python-negated-gradients",
+        "        and not grad.is_neg()\n",
+        "",
+        PYTHON_SIGNATURE + "tests/test_bad_input.py -k lazily_negated",
+        "a lazily negated gradient is taken for what it is",
+    ),
+    (
+        "signature-python-keeps-gradients",
+        "        self._held = []\n\n\ndef",
+        "        pass\n\n\ndef",
+        f"{ROUGH} -k 'gradients_are_let_go and python'",
+        "no gradient outlives its step here",
+    ),
+    (
+        "signature-python-memory-order",
+        "        and same_order(grad, row.dense)\n",
+        "",
+        PYTHON_SIGNATURE + "tests/test_layouts.py -k 'test_parameter_and_gradient_layouts and float32'",
+        "gradients in any memory order",
+    ),
+)
+
+NATIVE_SIGNATURE = of(
+    "csrc/signature.h",
+    (
+        "signature-native-gradient-device",
+        "!(t.device == place.device) || ",
+        "",
+        "tests/test_signature.py -k another_device",
+        "a gradient on another device is looked at closely",
+    ),
+    (
+        "signature-native-state-address",
+        "      if (tensor.address() != state.address) return true;\n",
+        "",
+        f"{ROUGH} -k 'test_state_memory_replaced and native'",
+        "state whose memory was replaced is seen",
+    ),
+    (
+        "signature-native-state-dict",
+        "if (key != states_[i].ptr() || value != states_[i + 1].ptr()) return false;",
+        "if (key != states_[i].ptr()) return false;",
+        f"{ROUGH} -k 'a_new_dict_of_state and native'",
+        "a state dict that was replaced is seen",
+    ),
+    (
+        "signature-native-idle-parameters",
+        "      if (!gradient_of(param).is_none()) return STALE;\n",
+        "",
+        "tests/test_contract.py -k frozen",
+        "a parameter whose first gradient comes late joins in",
+    ),
+    (
+        "signature-native-memory-order",
+        "      if (t.shape[d] != 1 && t.strides[d] != extent[1]) return false;\n",
+        "",
+        "tests/test_layouts.py -k 'test_parameter_and_gradient_layouts and float32'",
+        "gradients in any memory order",
+    ),
+    (
+        "signature-native-negated-gradients",
+        "    if (row.may_be_negated && is_negated(grad)) return UNUSUAL_ADDRESS;\n",
+        "",
+        "tests/test_bad_input.py -k lazily_negated",
+        "a lazily negated gradient is taken for what it is",
+    ),
+    (
+        "signature-native-keeps-gradients",
+        "for (py::object& gradient : held_) gradient = py::object();",
+        "",
+        f"{ROUGH} -k 'gradients_are_let_go and native'",
+        "no gradient outlives its step here",
+    ),
+)
+
+OPTIMIZER = of(
+    "ngn_kernels/optimizer.py",
+    (
+        "optimizer-last-on-the-wrong-bucket",
+        "last=bucket is plan.buckets[0]",
+        "last=bucket is plan.buckets[-1]",
+        f"{BUCKETS} -k 'skips and NGNM and not devices'",
+        "a skipped step is counted after all buckets have spoken",
+    ),
+    (
+        "optimizer-skips-counted-per-bucket",
+        "last=bucket is plan.buckets[0]",
+        "last=True",
+        f"{BUCKETS} -k 'skips and NGNM and not devices'",
+        "a skipped step is counted once",
+    ),
+    (
+        "optimizer-reasons-not-asked-for",
+        "                    plan.share_reasons()\n",
+        "                    pass\n",
+        f"{BUCKETS} -k 'devices and NGNM'",
+        "a reason on another device counts the step",
+    ),
+    (
+        "optimizer-sums-not-shared",
+        "                    plan.share_sums()\n",
+        "                    pass\n",
+        f"{BUCKETS} -k 'devices and NGNM'",
+        "devices share one denominator",
+    ),
+    (
+        "optimizer-pickle-loses-the-skipped-count",
+        '"_skipped_before": int(self.skipped_steps),',
+        '"_skipped_before": 0,',
+        "tests/test_checkpoints.py -k count_of_skipped",
+        "copies and pickles know how many steps were skipped",
+    ),
+    (
+        "optimizer-pickle-loses-a-pending-loss",
+        '"_pending": self._pending,',
+        '"_pending": PendingLoss(),',
+        "tests/test_loss.py -k a_copy_has_a_pending_loss",
+        "copies and pickles carry a pending loss",
+    ),
+    (
+        "optimizer-found-inf-ignored",
+        "            0.0 if found_inf is None else found_inf,\n",
+        "            0.0,\n",
+        "tests/test_amp.py -k 'found_inf and NGNM'",
+        "a step that a GradScaler forbids is skipped",
+    ),
+    (
+        "optimizer-grad-scale-ignored",
+        "            1.0 if grad_scale is None else grad_scale,\n",
+        "            1.0,\n",
+        "tests/test_amp.py -k 'scaler_step and NGNM'",
+        "scaled gradients are unscaled",
+    ),
+    (
+        "optimizer-floor-not-raised-of",
+        "math.isfinite(loss) and loss < self._loss_floor:",
+        "math.isfinite(loss) and loss < 0.0:",
+        "tests/test_atomic.py -k below_a_raised_floor",
+        "a loss below its floor is an error",
+    ),
+    (
+        "optimizer-momentum-forgets",
+        "        if not self._momentum:\n",
+        "        if True:\n",
+        "tests/test_checkpoints.py -k momentum_is_off",
+        "momentum stays on once a group has had some",
+    ),
+    (
+        "optimizer-nothing-is-warned-of",
+        "            self._warn_of(plan.home.report.unheard_reason())\n",
+        "",
+        "tests/test_atomic.py -k 'test_non_finite_loss and NGNM'",
+        "no step is skipped in silence",
+    ),
+    (
+        "optimizer-a-new-key-is-not-checked",
+        "[len(group) for group in self.param_groups]  # a key may have come, too",
+        "[]",
+        f"{ROUGH} -k values_of_other_algorithms",
+        "values that an algorithm lacks are refused",
+    ),
+    (
+        "optimizer-clipping-set-later",
+        "            or plan.reductions is not reductions\n",
+        "",
+        f"{ROUGH} -k set_between_steps",
+        "options that are set later are used",
+    ),
+    (
+        "optimizer-backend-set-later",
+        "        self._backend = name\n        self._plan = None\n",
+        "        self._backend = name\n",
+        f"{ROUGH} -k set_between_steps",
+        "options that are set later are used",
+    ),
+    (
+        "optimizer-dropped-plan",
+        "        super().__setstate__(state)\n        if",
+        "        super().__setstate__(state)\n        if False and",
+        "tests/test_checkpoints.py -k deepcopy_and_pickle",
+        "a copy has tables of its own",
+    ),
+    (
+        "optimizer-rule-without-momentum-after-loading",
+        'self._momentum = any("momentum_buffer" in held for held in self.state.values())',
+        "self._momentum = False",
+        "tests/test_checkpoints.py -k momentum_is_off",
+        "a loaded run keeps its momentum while no group has any",
+    ),
+)
+
+LOSS = of(
+    "ngn_kernels/loss.py",
+    (
+        "loss-weights-not-added",
+        "        self._weight += weight\n",
+        "        self._weight = weight\n",
+        "tests/test_loss.py -k weighted_mean",
+        "set_loss makes a weighted mean",
+    ),
+    (
+        "loss-add-is-a-mean",
+        "        self._weight = 1.0\n",
+        "",
+        "tests/test_loss.py -k add_loss_is_a_sum",
+        "add_loss makes a sum",
+    ),
+    (
+        "loss-not-consumed",
+        "        value = self._total / self._weight\n        self.clear()\n",
+        "        value = self._total / self._weight\n",
+        "tests/test_loss.py -k set_loss_is_consumed",
+        "a pending loss serves one step",
+    ),
+    (
+        "loss-of-a-failed-closure-stays",
+        "            except BaseException:\n                self.clear()\n",
+        "            except BaseException:\n",
+        "tests/test_loss.py -k a_closure_that_fails",
+        "a closure that fails leaves nothing pending",
+    ),
+    (
+        "loss-outlives-its-gradients",
+        "if self and (self._has_gradients or self._unused(groups)):",
+        "if self and self._unused(groups):",
+        "tests/test_loss.py -k 'orders_of_a_loop or cleared'",
+        "zero_grad() drops the loss of the gradients that it clears",
+    ),
+    (
+        "loss-gradient-version",
+        "return grad is not None and grad is self.grad() and grad._version == self.version",
+        "return grad is not None and grad is self.grad()",
+        "tests/test_loss.py -k 'orders_of_a_loop or cleared'",
+        "a gradient that was added to is a new one",
+    ),
+    (
+        "loss-closure-before-what-is-pending",
+        "        if value is None and loss is not None:\n",
+        "        if loss is not None:\n",
+        "tests/test_loss.py -k pending_loss_goes_before",
+        "a pending loss goes before what a closure returns",
+    ),
+)
+
+RANKS = of(
+    "ngn_kernels/ranks.py",
+    (
+        "ranks-local-loss",
+        "        scalars[Input.LOSS].copy_(loss)\n",
+        "",
+        "tests/ranks/test_layouts.py -k 'ddp-2 and NGNM- or ddp-2 and NGNMDv2'",
+        "all ranks step with the mean of their losses",
+    ),
+    (
+        "ranks-replicas-counted-twice",
+        "        if self.replicas is None:\n            return size\n",
+        "        if self.replicas is None:\n            return 1\n",
+        "tests/ranks/test_layouts.py -k 'ddp-2 and NGNM'",
+        "elements that lie on several ranks are counted once",
+    ),
+    (
+        "ranks-mean-over-all",
+        "loss = loss / everyone[Message.WEIGHT]",
+        "loss = loss / self.size",
+        "tests/ranks/test_layouts.py -k 'pipeline-2 and NGNM'",
+        "ranks without a loss have no say in its mean",
+    ),
+    (
+        "ranks-overflow-not-shared",
+        "        scalars[Input.FOUND_INF].copy_(everyone[Message.FOUND_INF])\n",
+        "",
+        "tests/ranks/test_troubles.py -k 'skip_together and overflow and 2'",
+        "an overflow on one rank skips the step on all",
+    ),
+    (
+        "ranks-local-norm",
+        "norm = everyone[Message.NORM] if first else total[Sum.NORM]",
+        "norm = total[Sum.NORM]",
+        "tests/ranks/test_layouts.py -k 'fsdp2-2 and clipping and NGNM'",
+        "clipping uses the norm of the whole model",
+    ),
+    (
+        "ranks-disagreement-not-seen",
+        "if len({row[Message.AGREEMENT] for row in rows}) > 1:",
+        "if False:",
+        "tests/ranks/test_troubles.py -k 'raise_together and 2'",
+        "ranks that disagree raise together",
+    ),
+    (
+        "ranks-sums-counted-per-bucket",
+        "            sums.zero_()\n",
+        "",
+        "tests/ranks/test_layouts.py -k 'mixed-2 and NGNM'",
+        "the sums of all ranks replace those of the buckets",
+    ),
+) + of(
+    "ngn_kernels/optimizer.py",
+    (
+        "ranks-empty-rank-stays-away",
+        "if exchange is not None and not exchange.run(",
+        "if exchange is not None and plan.buckets and not exchange.run(",
+        "tests/ranks/test_troubles.py -k a_rank_with_nothing",
+        "a rank with nothing to do takes part in the collective",
+    ),
+    (
+        "ranks-values-not-compared",
+        "        if self.replicas is None:\n            groups = [",
+        "        if False:\n            groups = [",
+        "tests/ranks/test_troubles.py -k 'raise_together and 2'",
+        "replicas with other values raise",
+    ),
+)
+
+SHARDS = of(
+    "ngn_kernels/shards.py",
+    (
+        "shards-copies-of-a-mesh",
+        "            count *= spec.device_mesh.size(dimension)\n",
+        "            count *= 1\n",
+        "tests/ranks/test_layouts.py -k 'hsdp-4 and NGNM-'",
+        "replicated dimensions of a mesh are counted once",
+    ),
+    (
+        "shards-placements-ignored",
+        "        tensor.device_mesh == other.device_mesh and tensor.placements == other.placements\n",
+        "        tensor.device_mesh == other.device_mesh\n",
+        "tests/ranks/test_troubles.py -k partial_gradients",
+        "partial gradients are added up first",
+    ),
+)
+
+STATE = of(
+    "ngn_kernels/state.py",
+    (
+        "state-small-parameters",
+        "param.numel() < SMALL",
+        "param.numel() <= SMALL",
+        "tests/test_narrow.py -k small",
+        "parameters from 4,096 elements on have narrow state, smaller ones float32",
+    ),
+    (
+        "state-format-not-restored",
+        "            or narrow_format(key, old.dtype) != form\n",
+        "",
+        "tests/test_narrow.py -k brought_into_its_format",
+        "state that was replaced is brought into its format",
+    ),
+    (
+        "state-shape-not-checked",
+        "        if tensor.shape != param.shape:\n",
+        "        if False:\n",
+        f"{ROUGH} -k 'bad_state_is_refused and shape and cpu and native'",
+        "state that does not fit is refused",
+    ),
+    (
+        "state-in-float32-for-float64",
+        "return torch.float64 if dtype == torch.float64 else torch.float32",
+        "return torch.float32",
+        "tests/test_checkpoints.py tests/test_properties.py -k 'any_problem and NGNM'",
+        "state is never narrower than its parameter",
+    ),
+    (
+        "state-loaded-step-shared",
+        'step_count(values["step"], param.device).clone()',
+        'step_count(values["step"], param.device)',
+        "tests/test_checkpoints.py -k the_copy_is_independent",
+        "loaded state shares no memory with the file's",
+    ),
+    (
+        "state-lazy-conjugation",
+        "            or lazy\n",
+        "",
+        f"{ROUGH} -k conjugate_state",
+        "state that is lazily conjugated is taken for what it is",
+    ),
+    (
+        "state-negative-zero",
+        ".copy_(values).add_(0.0)  # which makes 0 of -0",
+        ".copy_(values)",
+        "tests/test_narrow.py -k negative_zero",
+        "a stored -0 becomes 0, and no huge number",
+    ),
+    (
+        "state-bad-numbers-are-loaded",
+        "    if not sound:\n",
+        "    if False:\n",
+        "tests/test_narrow.py -k spoil_their_neighbours",
+        "numbers that would spoil their neighbours are not loaded",
+    ),
+)
+
+FORMATS = of(
+    "ngn_kernels/formats.py",
+    (
+        "formats-limit-of-bfloat16-m",
+        'float.fromhex("0x1.fefffep127"),',
+        "LARGEST,",
+        "tests/test_narrow.py -k 'cannot_hold or would_not_be_finite'",
+        "what bfloat16 cannot hold is kept",
+    ),
+    (
+        "formats-limit-of-bfloat16-v",
+        "            LARGEST_BFLOAT16,\n",
+        "            LARGEST,\n",
+        "tests/test_narrow.py -k 'cannot_hold or would_not_be_finite'",
+        "what bfloat16 cannot hold is kept",
+    ),
+    (
+        "formats-limit-of-8-bit-m",
+        "127 * 2.0**121",
+        "LARGEST",
+        "tests/test_narrow.py -k 'cannot_hold or would_not_be_finite'",
+        "what a byte and its scale cannot hold is kept",
+    ),
+    (
+        "formats-noise-of-the-window",
+        " + count % WINDOW * 0x9E379E37 & WORD",
+        " & WORD",
+        "tests/test_narrow.py -k 'same_bits or noise_differs'",
+        "noise is another one in every step",
+    ),
+    (
+        "formats-nearest-second-moment",
+        "lambda v, random: (stochastic_bfloat16(v, random), None),",
+        "lambda v, random: (v.bfloat16(), None),",
+        "tests/test_narrow.py -k 'same_bits or mean_over_steps'",
+        "a second moment decays by less than half an ulp",
+    ),
+    (
+        "formats-parameters-share-noise",
+        "return random * 0x9E3779B1 & WORD",
+        "return random",
+        "tests/test_rounding.py -k 'both_rounded or neighbour'",
+        "parameters and v have noise of their own",
+    ),
+    (
+        "formats-ties-of-a-split",
+        "float_of(bits + 0x8000 >> 16 << 16 & WORD).bfloat16(), remainder",
+        "value.bfloat16(), remainder",
+        "tests/test_rounding.py -k 'split_numbers'",
+        "a split number is joined with all its bits",
+    ),
+)
+
+TABLES = of(
+    "ngn_kernels/tables.py",
+    (
+        "tables-device-lr-copied-once",
+        "self._values = None if device_lrs else values",
+        "self._values = values",
+        "tests/test_triton_launches.py -k 'never_waits and lr'",
+        "an lr that lives on a GPU is read in every step",
+    ),
+    (
+        "tables-gpu-warnings-never-reported",
+        "        reason = self._hear(host.tolist())\n",
+        "        reason = Reason.NONE\n",
+        "tests/test_triton_launches.py -k 'warned_of_some_steps_later and NGNM'",
+        "a skipped step on a GPU is warned of",
+    ),
+    (
+        "tables-telemetry-lost-with-a-new-group",
+        "        self.sizes.narrow(0, 0, shared).copy_(known.narrow(0, 0, shared))\n",
+        "",
+        f"{BUCKETS} -k telemetry",
+        "step sizes of the last applied step stay when groups come",
+    ),
+    (
+        "tables-captured-steps-ask",
+        "        if is_capturing(self.device):\n            return Reason.NONE\n",
+        "",
+        "tests/test_triton_launches.py -k 'replayed_graphs'",
+        "a captured step asks for no news",
+    ),
+)
+
+TRANSFER = of(
+    "ngn_kernels/transfer.py",
+    (
+        "transfer-graphs-leave-other-numbers",
+        "elif content != self._sent or self.in_graphs:",
+        "elif content != self._sent:",
+        "tests/test_triton_launches.py -k 'a_graph'",
+        "an ordinary step after a replay sends its numbers again",
+    ),
+    (
+        "transfer-memory-that-is-still-read",
+        "next((slot for slot in self._slots if slot[1].query()), (None, None))",
+        "next((slot for slot in self._slots), (None, None))",
+        "tests/test_triton_launches.py -k pinned_memory",
+        "pinned memory is not rewritten while it is read",
+    ),
+    (
+        "transfer-not-sent-again",
+        "        if content != self._sent:\n            self.target.copy_(",
+        "        if self._sent is None:\n            self.target.copy_(",
+        "tests/test_triton_launches.py -k other_devices",
+        "numbers that changed are sent",
+    ),
+)
+
+REFERENCE = of(
+    "ngn_kernels/backends/reference.py",
+    (
+        "reference-0-by-0",
+        "rho = rho.masked_fill(denominator == 0, 1.0)",
+        "rho = rho.masked_fill(denominator == 0, 0.0)",
+        "tests/test_identities.py -k shrink_at_the_minimum",
+        "rho is 1 where it would be 0/0",
+    ),
+    (
+        "reference-clip-of-the-sum",
+        "q = weighted if rule.rms else clip * clip * weighted",
+        "q = weighted",
+        "tests/test_properties.py -k 'any_problem and reference and NGNM'",
+        "sums of clipped gradients",
+    ),
+    (
+        "reference-negative-bracket",
+        "torch.clamp(2 * h - alignment, min=0.0)",
+        "(2 * h - alignment)",
+        "tests/test_identities.py tests/test_conformance.py -k 'reference and NGNMDv1W and not gradients'",
+        "rho is never negative",
+    ),
+    (
+        "reference-elements-not-kept",
+        "self.data.copy_(torch.where(go & fits, new, self.data))",
+        "self.data.copy_(torch.where(go, new, self.data))",
+        "tests/test_atomic.py -k 'second_moment_overflow and reference'",
+        "no non-finite number reaches the state",
+    ),
+    (
+        "reference-skipped-steps-count",
+        "            row.step += go\n",
+        "            row.step += 1\n",
+        "tests/test_atomic.py -k 'test_non_finite_loss and reference and NGNM'",
+        "a skipped step leaves the step count alone",
+    ),
+    (
+        "reference-curvature-at-1e-40",
+        "largest = torch.maximum(lr, two_h)",
+        "largest = two_h",
+        f"{ROUGH} -k 'at_the_edges and reference'",
+        "coordinate steps at a loss of 1e-40",
+    ),
+    (
+        "reference-copies-not-divided",
+        "weighted_sum = weighted.sum(dtype=sums.dtype) / row.copies",
+        "weighted_sum = weighted.sum(dtype=sums.dtype)",
+        "tests/ranks/test_layouts.py -k 'ddp-4 and NGNM-'",
+        "elements that lie on several ranks are counted once",
+    ),
+    (
+        "reference-erratum",
+        "lr * weight_decay * alignment.sum(dtype=sums.dtype) / row.copies",
+        "a_j * weight_decay * alignment.sum(dtype=sums.dtype) / row.copies".replace(
+            "a_j", "effective_lr(rule, lr, weight_decay)"
+        ),
+        "tests/test_identities.py -k erratum",
+        "W as it is printed",
+    ),
+    (
+        "reference-last-reason-of-the-first-bucket",
+        "torch.maximum(counts[Count.REASON], reason, out=counts[Count.REASON])",
+        "counts[Count.REASON].copy_(reason)",
+        f"{BUCKETS} -k 'skips and reference'",
+        "a reason of any bucket is told",
+    ),
+)
+
+RULE_H = of(
+    "csrc/rule.h",
+    (
+        "rule-float32-momentum-under-float64",
+        "if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) room |= headroom(m, k.m_limit);",
+        "if constexpr (MOMENTUM && NARROW) room |= headroom(m, k.m_limit);",
+        "tests/test_atomic.py -k 'float32_state and cpu'",
+        "what float32 state cannot hold under float64 parameters is kept",
+    ),
+    (
+        "rule-float32-second-moment-under-float64",
+        "if constexpr (RMS && (NARROW || !estimates_root<T>)) room |= headroom(v, k.v_limit);",
+        "if constexpr (RMS && NARROW) room |= headroom(v, k.v_limit);",
+        "tests/test_atomic.py -k 'float32_state and cpu'",
+        "what float32 state cannot hold under float64 parameters is kept",
+    ),
+    (
+        "rule-curvature-at-1e-40",
+        "const double smaller = group.lr < two_h ? group.lr : two_h, larger = group.lr < two_h ? two_h : group.lr;",
+        "const double smaller = group.lr, larger = two_h;",
+        f"{ROUGH} -k 'at_the_edges and cpu'",
+        "coordinate steps at a loss of 1e-40",
+    ),
+    (
+        "rule-0-by-0-of-coordinates",
+        "k.flatness = static_cast<T>(larger > 0 ? two_h / larger : 0);",
+        "k.flatness = static_cast<T>(two_h / larger);",
+        "tests/test_conformance.py tests/test_properties.py -k 'any_problem and cpu and NGND or limits_of_the_loss and cpu'",
+        "gamma is 0 where it would be 0/0",
+    ),
+    (
+        "rule-norm-not-looked-at",
+        "} else if (!is_finite(sums.weighted + sums.alignment + norm)) {",
+        "} else if (!is_finite(sums.weighted + sums.alignment)) {",
+        "tests/test_atomic.py -k 'norm_that_overflows and cpu'",
+        "a norm that is not finite skips the step",
+    ),
+    (
+        "rule-clip-of-the-sum",
+        "rule.rms ? sums.weighted : clip * clip * sums.weighted;",
+        "sums.weighted;",
+        "tests/test_properties.py -k 'any_problem and cpu and NGNM'",
+        "sums of clipped gradients",
+    ),
+    (
+        "rule-clip-epsilon",
+        "max_grad_norm / (std::sqrt(norm_squared) + 1e-6)",
+        "max_grad_norm / std::sqrt(norm_squared)",
+        "tests/test_properties.py -k 'any_problem and cpu and NGNM'",
+        "clipping is torch's formula",
+    ),
+    (
+        "rule-0-by-0",
+        "const double rho = denominator == 0 ? 1.0 :",
+        "const double rho = denominator == 0 ? 0.0 :",
+        "tests/test_identities.py -k shrink_at_the_minimum",
+        "rho is 1 where it would be 0/0",
+    ),
+    (
+        "rule-overflow-told-as-a-bad-loss",
+        "  if (inputs.found_inf != 0) {\n",
+        "  if (inputs.found_inf != 0 && is_finite(h)) {\n",
+        "tests/test_amp.py -k 'overflow and cpu'",
+        "the reason that is told is the first that holds",
+    ),
+    (
+        "rule-unit-of-the-curvature",
+        "k.curvature = static_cast<T>(larger > 0 ? group.lr / larger * unit : 0);",
+        "k.curvature = static_cast<T>(larger > 0 ? group.lr / larger : 0);",
+        "tests/test_conformance.py -k 'steps_from_identical_state and cpu and NGNMDv2'",
+        "the paper's step sizes of coordinates",
+    ),
+    (
+        "rule-keep-forgets-v",
+        "  element.v = room < 0 ? old.v : element.v;\n",
+        "",
+        "tests/test_atomic.py -k 'non_finite_gradient_in_coordinate_rules and cpu and v2'",
+        "an element that is kept keeps its second moment",
+    ),
+    (
+        "rule-regularised-lr",
+        "return rule.regularised ? group.lr / (1 + group.weight_decay * group.lr) : group.lr;",
+        "return group.lr;",
+        "tests/test_conformance.py -k 'steps_from_identical_state and cpu and NGNMDv1W'",
+        "the paper's regularised decay",
+    ),
+)
+
+CONVERT_H = of(
+    "csrc/convert.h",
+    (
+        "convert-limit-of-bfloat16",
+        "case DType::bfloat16: return static_cast<T>(0x1.ffp127);",
+        "case DType::bfloat16: return infinity;",
+        "tests/test_atomic.py -k 'storage_overflow and cpu'",
+        "what bfloat16 parameters cannot hold is kept",
+    ),
+    (
+        "convert-limit-of-float32-under-float64",
+        "return sizeof(T) > 4 ? static_cast<T>(0x1.ffffffp127) : infinity;",
+        "return infinity;",
+        "tests/test_atomic.py -k 'float32_state and cpu'",
+        "what float32 state cannot hold under float64 parameters is kept",
+    ),
+    (
+        "convert-limit-of-rounding-at-random",
+        "if (type == DType::bfloat16) return static_cast<T>(0x1.fe0002p127);",
+        "",
+        "tests/test_rounding.py tests/test_narrow.py -k 'no_parameter_overflows or cannot_hold'",
+        "rounding at random never reaches infinity",
+    ),
+)
+
+CPU = of(
+    "csrc/cpu.cpp",
+    (
+        "cpu-step-of-absent-parameters",
+        "      if (row.g) *row.step += 1;\n",
+        "      *row.step += 1;\n",
+        "tests/test_conformance.py -k 'without_gradient_stands_still and cpu and NGNM'",
+        "a parameter without gradient stands still, its count too",
+    ),
+    (
+        "cpu-last-reason-of-the-first-bucket",
+        "if (code > counts.reason) counts.reason = code;",
+        "counts.reason = code;",
+        f"{BUCKETS} -k 'skips and cpu'",
+        "a reason of any bucket is told",
+    ),
+    (
+        "cpu-skips-counted-per-bucket",
+        "if (last && counts.reason != 0) {",
+        "if (counts.reason != 0) {",
+        f"{BUCKETS} -k 'skips and cpu'",
+        "a skipped step is counted once",
+    ),
+    (
+        "cpu-norm-overwritten",
+        "  if (!rule.rms) sums.norm = total.norm;\n",
+        "  sums.norm = total.norm;\n",
+        "tests/test_properties.py -k 'any_problem and cpu and NGNMDv1'",
+        "the norm of the first reduce serves the second",
+    ),
+    (
+        "cpu-coefficients-of-another-count",
+        "if (row.group != group_ || count != count_) {",
+        "if (row.group != group_) {",
+        "tests/test_checkpoints.py tests/test_conformance.py -k 'stands_still and cpu and NGNMDv'",
+        "each parameter has a step count of its own",
+    ),
+    (
+        "cpu-copies-not-divided",
+        "const double sum = k.unit * sum_lanes(weighted) / copies;",
+        "const double sum = k.unit * sum_lanes(weighted);",
+        "tests/ranks/test_layouts.py -k 'ddp-2 and NGNM-'",
+        "elements that lie on several ranks are counted once",
+    ),
+    (
+        "cpu-noise-of-the-first-block",
+        "make_noise(row.first + begin, n, row.noise_key",
+        "make_noise(row.first, n, row.noise_key",
+        "tests/test_narrow.py tests/test_rounding.py -k 'steps_from_identical_state or neighbour'",
+        "noise depends on the element, and on no block",
+    ),
+    (
+        "cpu-sums-of-one-bucket",
+        "for (int64_t i = 0; i < bucket.bucket_count; ++i) {",
+        "for (int64_t i = bucket.index; i < bucket.index + 1; ++i) {",
+        "tests/test_conformance.py -k 'dtypes_side_by_side and cpu'",
+        "buckets share one denominator",
+    ),
+    (
+        "cpu-tail-with-the-old-second-moment",
+        "    if constexpr (RMS) v[i] = element.v;\n",
+        "",
+        "tests/test_conformance.py -k 'test_sizes and cpu and NGNMDv'",
+        "the tail of a row is updated as the vectors are",
+    ),
+    (
+        "cpu-telemetry-of-the-decayed-lr",
+        "bucket.sizes[1 + j] = effective_lr(rule, bucket.groups[j]) * shrink.rho;",
+        "bucket.sizes[1 + j] = bucket.groups[j].lr * shrink.rho;",
+        "tests/test_identities.py -k telemetry_is_the_oracles",
+        "step_sizes() are the oracle's",
+    ),
+)
+
+FORMATS_H = of(
+    "csrc/formats.h",
+    (
+        "formats-h-least-exponent-of-m",
+        "return raised > 7 ? raised - 6 : 1;",
+        "return raised - 6;",
+        "tests/test_narrow.py -k same_bits",
+        "scales of tiny momentum",
+    ),
+    (
+        "formats-h-lowest-code",
+        "highest > 254 ? 1 : 256 - static_cast<int32_t>(highest);",
+        "1;",
+        "tests/test_narrow.py -k same_bits",
+        "codes of the smallest second moments",
+    ),
+    (
+        "formats-h-turn-of-the-high-word",
+        "  if (n > left) make_noise_of_a_turn(begin + left, n - left, key, step_count, out + left);\n",
+        "",
+        "tests/test_narrow.py -k same_bits",
+        "noise beyond 2^32 elements",
+    ),
+    (
+        "formats-h-largest-second-moment",
+        "    if (__builtin_expect((scale >> 5) > (largest >> (scale & 31)), 0)) {\n",
+        "    if (false) {\n",
+        "tests/test_narrow.py -k same_bits",
+        "second moments near the largest number",
+    ),
+)
+
+TEAM = of(
+    "csrc/team.cpp",
+    (
+        "team-rounding-mode-of-threads",
+        "  std::fesetenv(&work.environment);\n",
+        "",
+        f"{ROUGH} -k flushing_is_the_same",
+        "threads treat subnormal numbers as the caller does",
+    ),
+)
+
+KERNELS = of(
+    "ngn_kernels/backends/triton_kernels.py",
+    (
+        "triton-limit-of-bfloat16",
+        'BFLOAT16_LIMIT = tl.constexpr(float.fromhex("0x1.ffp127"))',
+        'BFLOAT16_LIMIT = tl.constexpr(float("inf"))',
+        INTERPRETED + "tests/test_atomic.py -k 'storage_overflow and bfloat16'",
+        "what bfloat16 parameters cannot hold is kept",
+    ),
+    (
+        "triton-skips-counted-per-bucket",
+        "counted = (last != 0) & (code != NONE)",
+        "counted = code != NONE",
+        INTERPRETED + f"{BUCKETS} -k 'skips'",
+        "a skipped step is counted once",
+    ),
+    (
+        "triton-sums-of-one-bucket",
+        "for i_bucket in range(1, n_buckets):",
+        "for i_bucket in range(1, 1):",
+        INTERPRETED + "tests/test_conformance.py -k 'dtypes_side_by_side and NGNM'",
+        "buckets share one denominator",
+    ),
+    (
+        "triton-curvature-at-1e-40",
+        "        gamma = tl.minimum(lr, two_h)\n        larger = tl.maximum(lr, two_h)\n",
+        "        gamma = lr\n        larger = two_h\n",
+        INTERPRETED + f"{ROUGH} -k at_the_edges",
+        "coordinate steps at a loss of 1e-40",
+    ),
+    (
+        "triton-0-by-0",
+        "rho = tl.where(denominator == 0, 1.0,",
+        "rho = tl.where(denominator == 0, 0.0,",
+        INTERPRETED + "tests/test_identities.py -k shrink_at_the_minimum",
+        "rho is 1 where it would be 0/0",
+    ),
+    (
+        "triton-skipped-steps-count",
+        "for first in range(0, tl.where(reason == NONE, n_rows, 0), BLOCK):",
+        "for first in range(0, n_rows, BLOCK):",
+        INTERPRETED + "tests/test_atomic.py -k 'test_non_finite_loss and NGNM and nan'",
+        "a skipped step leaves the step count alone",
+    ),
+    (
+        "triton-copies-not-divided",
+        "    weighted /= copies\n",
+        "",
+        INTERPRETED + f"{BUCKETS} -k copies",
+        "elements that lie on several ranks are counted once",
+    ),
+    (
+        "triton-barrier-of-reduce",
+        '        tl.store(ours + NORM * n_chunks, weighted)\n\n    tl.debug_barrier()\n',
+        '        tl.store(ours + NORM * n_chunks, weighted)\n\n',
+        "tests/test_triton_races.py -k 'no_race_in_any_order and NGNM'",
+        "all partial sums are written before the ticket is taken",
+    ),
+    (
+        "triton-barrier-of-apply",
+        "before the last block advances it.\n    tl.debug_barrier()\n",
+        "before the last block advances it.\n",
+        "tests/test_triton_races.py -k 'no_race_in_any_order and NGNM'",
+        "step counts advance after every thread has read them",
+    ),
+    (
+        "triton-ticket-of-reduce-relaxed",
+        'if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:\n'
+        "        tl.store(ticket, 0)\n        total",
+        'if tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == n_chunks - 1:\n'
+        "        tl.store(ticket, 0)\n        total",
+        "tests/test_triton_races.py -k 'no_race_in_any_order and NGNM'",
+        "the last block sees all partial sums",
+    ),
+    (
+        "triton-ticket-of-apply-relaxed",
+        'if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:\n'
+        "        tl.store(ticket, 0)\n        advance",
+        'if tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == n_chunks - 1:\n'
+        "        tl.store(ticket, 0)\n        advance",
+        "tests/test_triton_races.py -k 'no_race_in_any_order and NGNM'",
+        "the last block advances counts that all others have read",
+    ),
+)
+
+TRAINERS = of(
+    "ngn_kernels/trainers/feed.py",
+    (
+        "feed-two-optimizers-on-one-loss",
+        "        if backwards & self._stepped:\n",
+        "        if False:\n",
+        "tests/test_feed.py",
+        "two optimizers do not step on one loss",
+    ),
+    (
+        "feed-all-optimizers",
+        "if before != after]",
+        "]",
+        "tests/test_feed.py",
+        "each optimizer gets the loss of its own gradients",
+    ),
+    (
+        "feed-old-backwards-are-remembered",
+        "            if not optimizer._pending:\n                self._pending[optimizer] = set()\n",
+        "            self._pending.setdefault(optimizer, set())\n",
+        "tests/test_feed.py",
+        "a loss that was dropped is forgotten",
+    ),
+    (
+        "feed-wrappers-not-opened",
+        "        while hasattr(optimizer, \"optimizer\"):\n",
+        "        if hasattr(optimizer, \"optimizer\"):\n",
+        "tests/test_feed.py",
+        "an optimizer is found inside any number of wrappers",
+    ),
+    (
+        "feed-gradients-added-in-place",
+        "None if grad is None else (id(grad), grad._version)",
+        "None if grad is None else id(grad)",
+        "tests/test_feed.py",
+        "a backward() that adds to a gradient is seen",
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (
+    *NATIVE_SIGNATURE,
+    *RULE_H,
+    *CONVERT_H,
+    *CPU,
+    *FORMATS_H,
+    *TEAM,
+    *RULES,
+    *PLAN,
+    *SIGNATURE,
+    *OPTIMIZER,
+    *LOSS,
+    *RANKS,
+    *SHARDS,
+    *STATE,
+    *FORMATS,
+    *TABLES,
+    *TRANSFER,
+    *REFERENCE,
+    *KERNELS,
+    *TRAINERS,
+)

@@ -1,0 +1,190 @@
+"""Several buckets and several devices in one step: one denominator, and one count of a bad step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from algorithms import EVERY, NGNM, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
+from helpers import assert_unchanged, params_of, random_columns, random_gradients, snapshot
+from pair import Pair
+from torch import Tensor
+
+from ngn_kernels import SkippedStepWarning
+from ngn_kernels.optimizer import WARNINGS
+from ngn_kernels.plan import BucketKey
+from ngn_kernels.ranks import Ranks
+from ngn_kernels.rules import Reason
+
+pytestmark = pytest.mark.essential
+
+NAN = float("nan")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HYPERS = (Hyper(0.3), Hyper(0.05, 0.5, 0.99), Hyper(0.1, 0.8, 0.99, 1e-4, 0.1))
+
+
+def three_buckets(algorithm: Algorithm, backend: str, **options: Any) -> Any:
+    """An optimizer after a step; a group, and a bucket, for each type."""
+    columns = [random_columns([[(3,), (5, 7)]], dtype)[0] for dtype in DTYPES]
+    optimizer = algorithm.build(columns, HYPERS, backend=backend, **options)
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    random_gradients(params_of(optimizer), seed=1)
+    return optimizer
+
+
+def warned(step: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", SkippedStepWarning)
+        step()
+    return [str(w.message) for w in said if issubclass(w.category, SkippedStepWarning)]
+
+
+def assert_counted_once(algorithm: Algorithm, optimizer: Any, loss: float, reason: Reason) -> None:
+    """The next step is skipped, in whole or in part; the two after it are good ones."""
+    count = int(optimizer.skipped_steps)
+    name = type(optimizer).__name__
+    assert warned(lambda: optimizer.step(loss=loss)) == [f"{name}: {WARNINGS[reason]}"]
+    assert int(optimizer.skipped_steps) == count + 1
+    for seed in (5, 6):
+        random_gradients(params_of(optimizer), seed=seed)
+        pair = Pair(algorithm, optimizer)
+        pair.step(1.0)
+        pair.check_step()
+        assert int(optimizer.skipped_steps) == count + 1
+    random_gradients(params_of(optimizer), seed=7)
+
+
+@EVERY
+def test_skips_of_a_bad_loss_are_counted_once(algorithm: Algorithm, backend: str) -> None:
+    optimizer = three_buckets(algorithm, backend)
+    before = snapshot(optimizer)
+    assert len(warned(lambda: optimizer.step(loss=NAN))) == 1
+    assert_unchanged(optimizer, before)
+    assert_counted_once(algorithm, optimizer, NAN, Reason.LOSS_NOT_FINITE)
+
+
+@EVERY
+@pytest.mark.parametrize("bucket", [0, 1, 2])
+def test_skips_of_a_bad_gradient_are_counted_once(
+    algorithm: Algorithm, backend: str, bucket: int
+) -> None:
+    """Whichever bucket it is in: the first or the last to be applied, or between them."""
+    optimizer = three_buckets(algorithm, backend)
+    params_of(optimizer)[2 * bucket].grad[1] = NAN
+    reason = Reason.ELEMENTS_KEPT if algorithm.coordinate else Reason.GRADIENT_NOT_FINITE
+    before = snapshot(optimizer)
+    x = [p.detach().clone() for p in params_of(optimizer)]
+    assert_counted_once(algorithm, optimizer, 1.0, reason)
+    assert all(p.isfinite().all() for p in params_of(optimizer))
+    assert not all(map(torch.equal, params_of(optimizer), x)) and snapshot(optimizer) != before
+
+
+@EVERY
+def test_unusual_gradients_in_every_bucket(algorithm: Algorithm, backend: str) -> None:
+    """In another memory order than their parameters."""
+    optimizer = three_buckets(algorithm, backend)
+    for p in params_of(optimizer):
+        if p.dim() == 2:
+            p.grad = p.grad.t().contiguous().t()
+    pair = Pair(algorithm, optimizer)
+    pair.step(0.7)
+    pair.check_step()
+
+
+def test_gradients_that_turn_to_another_type(backend: str) -> None:
+    optimizer = three_buckets(NGNMDv1, backend)
+    for k, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
+        random_gradients(params_of(optimizer), seed=k, dtype=dtype)
+        pair = Pair(NGNMDv1, optimizer)
+        pair.step(0.7)
+        pair.check_step()
+
+
+# Two devices, as far as a plan knows: both are the host, so that the numbers are real.
+
+
+@pytest.fixture(params=[0, 1], ids=["home first", "home second"])
+def two_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every second parameter lies on the other one; which of them is home depends."""
+    known: dict[int, int] = {}
+    of = BucketKey.of.__func__  # type: ignore[attr-defined]
+
+    def placed(cls: type[BucketKey], param: Tensor, *args: Any) -> BucketKey:
+        number = known.setdefault(id(param), len(known))
+        key: BucketKey = of(cls, param, *args)
+        return key._replace(device=torch.device("cpu", (number + request.param) % 2))
+
+    monkeypatch.setattr(BucketKey, "of", classmethod(placed))
+    yield
+
+
+@EVERY
+@pytest.mark.parametrize("clipping", [None, 0.5], ids=["", "clipping"])
+@pytest.mark.usefixtures("two_devices")
+def test_devices_share_one_denominator(
+    algorithm: Algorithm, backend: str, clipping: float | None
+) -> None:
+    optimizer = three_buckets(algorithm, backend, max_grad_norm=clipping)
+    assert len(optimizer._plan.devices) == 2
+    for k in range(2):
+        random_gradients(params_of(optimizer), seed=k, norm=3.0)
+        pair = Pair(algorithm, optimizer, max_grad_norm=clipping)
+        pair.step(0.7)
+        pair.check_step()
+
+
+@EVERY
+@pytest.mark.parametrize("bad", range(6))
+@pytest.mark.usefixtures("two_devices")
+def test_skips_on_two_devices_are_counted_once(
+    algorithm: Algorithm, backend: str, bad: int
+) -> None:
+    optimizer = three_buckets(algorithm, backend)
+    params_of(optimizer)[bad].grad.view(-1)[1] = NAN
+    reason = Reason.ELEMENTS_KEPT if algorithm.coordinate else Reason.GRADIENT_NOT_FINITE
+    assert_counted_once(algorithm, optimizer, 1.0, reason)
+    assert_counted_once(algorithm, optimizer, NAN, Reason.LOSS_NOT_FINITE)
+
+
+# What is told of a step
+
+
+@pytest.mark.parametrize("algorithm", SCALAR, ids=str)
+def test_telemetry_stays_when_a_group_comes(algorithm: Algorithm, backend: str) -> None:
+    """It is of the last step that was applied, and the one after the new group was not."""
+    optimizer = three_buckets(algorithm, backend)
+    shrink, sizes = float(optimizer.shrink), list(map(float, optimizer.step_sizes()))
+    (new,) = random_columns([[(4,)]])
+    optimizer.add_param_group({"params": new})
+    new[0].grad = torch.ones(4)
+    assert len(warned(lambda: optimizer.step(loss=NAN))) == 1
+    assert float(optimizer.shrink) == shrink
+    *known, unknown = map(float, optimizer.step_sizes())
+    assert known == sizes and unknown != unknown
+
+
+@pytest.mark.parametrize("algorithm", SCALAR, ids=str)
+def test_copies_bring_their_part_of_the_sums(
+    algorithm: Algorithm, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elements that lie on two ranks bring half of their sums: as twice the loss would."""
+    doubled = three_buckets(algorithm, backend)
+    halved = three_buckets(algorithm, backend)
+    monkeypatch.setattr(Ranks, "copies", lambda self, param, label: 2)
+    halved._plan = None
+    halved.step(loss=0.3)
+    doubled.step(loss=0.6)
+    torch.testing.assert_close(halved.shrink, doubled.shrink, rtol=1e-12, atol=0)
+    assert 0 < float(halved.shrink) < 1
+
+
+def test_three_types_are_three_buckets_of_one_step(backend: str) -> None:
+    """Without which the tests above would say nothing."""
+    for algorithm in (NGNM, NGNMDv2):
+        optimizer = three_buckets(algorithm, backend)
+        keys = [bucket.key for bucket in optimizer._plan.buckets]
+        assert [key.param for key in keys] == list(DTYPES)
