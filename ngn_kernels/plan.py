@@ -142,7 +142,8 @@ class Row:
             grad = placed_like(grad, self.param)
         grad = local(grad)
         if self.relaid is None or self.relaid.dtype != grad.dtype:
-            self.relaid = torch.empty_like(self.dense, dtype=grad.dtype, requires_grad=False)
+            with torch.inference_mode(False):  # steps outside of it write here, too
+                self.relaid = torch.empty_like(self.dense, dtype=grad.dtype, requires_grad=False)
         self.relaid.copy_(grad)
         return self.relaid.data_ptr() or EMPTY_ADDRESS
 

@@ -78,7 +78,8 @@ def fresh(algorithm: Algorithm, backend: str, **options: Any) -> Any:
 
 def bits(tensor: Tensor) -> bytes:
     """The stored bits, so that NaN equals NaN and 0.0 differs from -0.0."""
-    return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return bytes(whole.view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def snapshot(optimizer: Any) -> list[tuple[bytes, dict[str, bytes]]]:

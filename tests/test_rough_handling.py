@@ -626,6 +626,18 @@ def test_state_made_in_inference_mode_goes_on_outside(algorithm: Algorithm, back
     assert snapshot(inside) == snapshot(outside)
 
 
+@EITHER
+def test_gradients_laid_out_in_inference_mode_go_on_outside(backend: str) -> None:
+    """In another memory order than their parameters, so that each is copied into a buffer."""
+    inside, outside = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    for k, optimizer in enumerate((inside, outside, inside, outside)):
+        for p in params_of(optimizer):
+            p.grad = p.grad.t().contiguous().t() if p.dim() == 2 else p.grad
+        with torch.inference_mode(k == 0):
+            optimizer.step(loss=1.0)
+    assert snapshot(inside) == snapshot(outside)
+
+
 # Two threads, each with an optimizer of its own
 
 

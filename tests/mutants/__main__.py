@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import random
 import re
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from itertools import pairwise
 from pathlib import Path
 
 from catalogue import MUTANTS, Mutant
@@ -47,16 +49,22 @@ class Workshop:
         (self.folder / "ngn_bench").symlink_to("bench")
         self.cmake = BUILD / f"cmake{number}"
         self.built = self.folder / "built"
+        self.clock = int(time.time())
         self.native = False  # whether the extension in the copy is that of a C++ mutant
-        for extension in (ROOT / "ngn_kernels").glob("*.so"):
-            shutil.copy2(extension, self.folder / "ngn_kernels")
+        self.take_extension(ROOT / "ngn_kernels")
+        self.nursery = subprocess.Popen(
+            [sys.executable, Path(__file__).parent / "nursery.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def try_out(self, mutant: Mutant) -> tuple[str, str]:
         path = self.folder / mutant.file
         text = path.read_text() if path.is_file() else ""
         if text.count(mutant.old) != 1:
             return ERROR, f"{mutant.file} has its text {text.count(mutant.old)} times"
-        path.write_text(text.replace(mutant.old, mutant.new))
+        self.write(path, text.replace(mutant.old, mutant.new))
         try:
             if mutant.native:
                 problem = self.build()
@@ -66,10 +74,16 @@ class Workshop:
                 self.take_extension(ROOT / "ngn_kernels")
             return self.run(mutant.tests)
         finally:
-            path.write_text(text)
+            self.write(path, text)
+
+    def write(self, path: Path, text: str) -> None:
+        """With a time that no other version of the file has had, so that no compiled one is taken."""
+        path.write_text(text)
+        self.clock = max(self.clock + 2, int(time.time()))
+        os.utime(path, (self.clock, self.clock))
 
     def build(self) -> str:
-        """The extension for one instruction set, and with few optimizations."""
+        """The extension for one instruction set, not optimized: tests are small, compilers slow."""
         bin = Path(sys.executable).parent
         if not (self.cmake / "build.ninja").is_file():
             hints = subprocess.run(
@@ -77,7 +91,7 @@ class Workshop:
             ).stdout.strip()
             configure = [
                 *(bin / "cmake", "-S", self.folder, "-B", self.cmake, "-G", "Ninja"),
-                *("-DNGN_X86=OFF", "-DCMAKE_CXX_FLAGS_RELEASE=-O1", f"-Dpybind11_DIR={hints}"),
+                *("-DNGN_X86=OFF", "-DCMAKE_CXX_FLAGS_RELEASE=-O0", f"-Dpybind11_DIR={hints}"),
                 *(f"-DCMAKE_MAKE_PROGRAM={bin / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"),
                 f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={self.built}",
             ]
@@ -112,30 +126,27 @@ class Workshop:
         words = shlex.split(tests)
         variables = dict(word.split("=", 1) for word in words if is_assignment(word))
         arguments = [word for word in words if not is_assignment(word)]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), **variables}
-        environment |= {"PYTHONDONTWRITEBYTECODE": "1", "MAKEFLAGS": ""}
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            said, _ = process.communicate(timeout=PATIENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+        options = ["-q", "-x", "-p", "no:cacheprovider"]
+        code, said = self.pytest({**variables, "PYTHONPATH": str(self.folder)}, options + arguments)
+        if code is None:
             return KILLED, f"the tests hang for {PATIENCE} s"
         lines = [line for line in said.splitlines() if line.strip()]
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         detail = (failed or lines or [""])[-1]
-        if process.returncode < 0:
-            return KILLED, f"the tests die of signal {-process.returncode}"
-        outcome = {0: SURVIVED, 1: KILLED}.get(process.returncode, ERROR)
-        return outcome, detail
+        if code < 0:
+            return KILLED, f"the tests die of signal {-code}"
+        return {0: SURVIVED, 1: KILLED}.get(code, ERROR), detail
+
+    def pytest(self, variables: dict[str, str], arguments: list[str]) -> tuple[int | None, str]:
+        """What it returned, None if it was too slow, and what it said."""
+        task = {"folder": str(self.folder), "variables": variables, "arguments": arguments}
+        assert self.nursery.stdin is not None and self.nursery.stdout is not None
+        print(json.dumps({**task, "patience": PATIENCE}), file=self.nursery.stdin, flush=True)
+        answer = json.loads(self.nursery.stdout.readline())
+        return answer["code"], answer["said"]
+
+    def close(self) -> None:
+        self.nursery.communicate()
 
 
 def is_assignment(word: str) -> bool:
@@ -168,7 +179,7 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
     if options.sample is not None:
         day = datetime.datetime.now(tz=datetime.timezone.utc).date().toordinal()
         count = min(options.sample, len(mutants))
-        mutants = random.Random(day).sample(mutants, count)  # noqa: S311
+        mutants = random.Random(day).sample(mutants, count)
     return mutants
 
 
@@ -192,17 +203,24 @@ class Hunt:
 
     def _work(self, number: int) -> None:
         workshop = Workshop(number)
+        self._try_all(workshop, from_the_front=number % 2 == 0)
+        self._check_all(workshop)
+        workshop.close()
+
+    def _try_all(self, workshop: Workshop, from_the_front: bool) -> None:
         while True:
             with self.lock:
                 if not self.waiting:
-                    break
-                mutant = self.waiting.popleft() if number % 2 == 0 else self.waiting.pop()
+                    return
+                mutant = self.waiting.popleft() if from_the_front else self.waiting.pop()
             started = time.monotonic()
             try:
                 outcome, detail = workshop.try_out(mutant)
             except Exception as error:
                 outcome, detail = ERROR, repr(error)
             self._note(mutant, outcome, detail, time.monotonic() - started)
+
+    def _check_all(self, workshop: Workshop) -> None:
         while True:
             with self.lock:
                 if not self.noticed:
@@ -236,7 +254,7 @@ class Hunt:
 
 def is_given_to_all(word: str, words: list[str]) -> bool:
     """Whether it is a variable or an option, and neither a file nor what selects tests in it."""
-    chosen = [later for w, later in zip(words, words[1:], strict=False) if w == "-k"]
+    chosen = [later for w, later in pairwise(words) if w == "-k"]
     return not word.startswith("tests/") and word != "-k" and word not in chosen
 
 

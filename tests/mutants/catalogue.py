@@ -730,7 +730,8 @@ RULE_H = of(
     ),
     (
         "rule-curvature-at-1e-40",
-        "const double smaller = group.lr < two_h ? group.lr : two_h, larger = group.lr < two_h ? two_h : group.lr;",
+        "const double smaller = group.lr < two_h ? group.lr : two_h, "
+        "larger = group.lr < two_h ? two_h : group.lr;",
         "const double smaller = group.lr, larger = two_h;",
         f"{ROUGH} -k 'at_the_edges and cpu'",
         "coordinate steps at a loss of 1e-40",
@@ -739,7 +740,7 @@ RULE_H = of(
         "rule-0-by-0-of-coordinates",
         "k.flatness = static_cast<T>(larger > 0 ? two_h / larger : 0);",
         "k.flatness = static_cast<T>(two_h / larger);",
-        "tests/test_conformance.py tests/test_properties.py -k 'any_problem and cpu and NGND or limits_of_the_loss and cpu'",
+        "tests/test_conformance.py -k 'limits_of_the_loss and cpu and NGND'",
         "gamma is 0 where it would be 0/0",
     ),
     (

@@ -1,0 +1,639 @@
+"""The life of an optimizer: what training code may do to one, event by event, beside the oracle.
+
+An event draws all that it needs from a seed of its own, so that a life is a list of (name, seed), and
+can be lived again. test_life.py lets hypothesis write that list, soak.py a plain loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from algorithms import ALGORITHMS, Algorithm, Hyper
+from helpers import DTYPES, assert_unchanged, params_of, real64, snapshot
+from layouts import LAYOUTS
+from pair import Pair, close, largest, numbers_in
+from torch import Tensor
+from torch.nn import Parameter
+
+from ngn_kernels import SkippedStepWarning
+
+NAN, INF = float("nan"), float("inf")
+STATE = ("momentum_buffer", "exp_avg_sq")
+SHAPES = ((), (1,), (3,), (2, 3), (7,), (2, 2, 2), (0,), (17,))
+COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+WIDE = (torch.float32, torch.float64)
+MOST_PARAMS, MOST_GROUPS = 5, 3
+# The relative error of a few steps from identical state, where every number is a wide one.
+TRAJECTORY = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+class Life:
+    def __init__(self, seed: int, backends: tuple[str, ...]) -> None:
+        rng = random.Random(seed)
+        self.backends = backends
+        self.steps = 0
+        self.skipped = 0
+        self.frozen: set[int] = set()
+        self.generator = torch.Generator().manual_seed(seed)
+        self.algorithm: Algorithm = rng.choice(ALGORITHMS)
+        backend = rng.choice(backends)
+        self.kind = rng.choices(("wide", "half", "narrow"), (30, 4, 1))[0]
+        if backend == "triton" and self.kind == "narrow":
+            self.kind = "wide"
+        self.options = {"max_grad_norm": rng.choice((None, None, 0.5))}
+        self.options["loss_floor"] = rng.choice((0.0, -1.0, 0.3))
+        built: dict[str, Any] = {}
+        if self.kind == "narrow":
+            built["state"] = rng.choice(("8bit", "bfloat16", ("8bit", "bfloat16")))
+        columns = [
+            [self.new_param(rng, backend) for _ in range(rng.randint(1, 2))]
+            for _ in range(rng.randint(1, 2))
+        ]
+        if self.kind == "narrow":
+            columns[0].append(self.tensor(rng, (65, 64), torch.float32))
+        self.optimizer: Any = self.algorithm.build(
+            columns,
+            [self.new_hyper(rng) for _ in columns],
+            backend=backend,
+            **self.options,
+            **built,
+        )
+
+    # What there is
+
+    @property
+    def backend(self) -> str:
+        return str(self.optimizer.backend)
+
+    @property
+    def params(self) -> list[Any]:
+        return params_of(self.optimizer)
+
+    def new_hyper(self, rng: random.Random) -> Hyper:
+        return Hyper(
+            lr=rng.choice((0.0, 1e-3, 0.05, 0.3, 1.0)),
+            beta1=rng.choice((0.0, 0.5, 0.9)),
+            beta2=rng.choice((0.9, 0.99, 0.999)),
+            eps=rng.choice((1e-8, 1e-4, 1e-2)),
+            weight_decay=rng.choice((0.0, 0.0, 1e-3, 0.1)),
+        )
+
+    def tensor(self, rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = 0.5 * torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return Parameter(LAYOUTS[rng.choice(tuple(LAYOUTS))](values.to(dtype)))
+
+    def new_param(self, rng: random.Random, backend: str) -> Tensor:
+        allowed = [d for d in DTYPES[backend] if self.kind == "half" or d in WIDE]
+        if self.kind == "narrow":
+            allowed = [torch.float32]
+        dtype = rng.choice(allowed)
+        if self.kind == "wide" and rng.random() < 0.1:
+            dtype = COMPLEX[dtype]
+        return self.tensor(rng, rng.choice(SHAPES), dtype)
+
+    def one(self, rng: random.Random) -> tuple[Tensor, dict[str, Any]]:
+        """A parameter, and its state if it has any yet."""
+        p = rng.choice(self.params)
+        return p, self.optimizer.state.get(p, {})
+
+    # Steps
+
+    def give_gradients(self, rng: random.Random, scale: float = 1.0) -> None:
+        size = rng.choice((1e-3, 0.1, 1.0))
+        for p in self.params:
+            p.grad = None
+            if id(p) in self.frozen:
+                continue
+            grad = torch.randn(p.shape, generator=self.generator, dtype=p.dtype).mul_(size * scale)
+            roll = rng.random()
+            if roll < 0.05 and p.dim() > 1:
+                grad = LAYOUTS["transposed"](grad)
+            elif roll < 0.1 and p.dim() > 0:
+                grad = LAYOUTS["strided"](grad)
+            elif roll < 0.13:
+                grad = grad.new_full((), size * scale).expand(p.shape)
+            p.grad = grad
+
+    def new_loss(self, rng: random.Random) -> float:
+        height = rng.choice((0.0, 1e-3, 0.5, 2.0, 30.0))
+        return float(self.optimizer.loss_floor) + height
+
+    def take(self, rng: random.Random, step: Callable[[float], None] | None = None) -> None:
+        """A few steps from where the optimizer is, and a comparison with the oracle's."""
+        wide = self.kind == "wide"
+        pair = Pair(self.algorithm, self.optimizer, **self.options)
+        before = [np.abs(real64(p)) for p in self.params]
+        for _ in range(rng.randint(1, 12) if wide and step is None else 1):
+            self.give_gradients(rng)
+            loss = self.new_loss(rng)
+            pair.expect(loss)
+            if step is None:
+                self.optimizer.step(loss=loss)
+            else:
+                step(loss)
+            self.steps += 1
+        if wide:
+            self.compare(pair, before)
+        else:
+            pair.check_step()
+        assert int(self.optimizer.skipped_steps) == self.skipped
+
+    def compare(self, pair: Pair, before: list[Any]) -> None:
+        variables = [v for group in pair.oracle.groups for v in group.variables]
+        # One narrower tensor brings its error to the step size of all.
+        states = self.optimizer.state.values()
+        held = [state[key] for state in states for key in STATE if key in state]
+        relative = max(TRAJECTORY[t.abs().dtype] for t in (*self.params, *held))
+        for p, variable, start in zip(self.params, variables, before, strict=True):
+            state = numbers_in(self.optimizer, p)
+            columns = {"x": (p, variable.x), "exp_avg_sq": (state.get("exp_avg_sq"), variable.v)}
+            columns["momentum_buffer"] = (state.get("momentum_buffer"), variable.momentum_buffer)
+            size = max(largest(start), largest(variable.x), largest(variable.previous))
+            for name, (actual, expected) in columns.items():
+                if actual is not None:
+                    reach = 4 * largest(expected) if name == "exp_avg_sq" else size
+                    bound = relative * reach + 1e-36
+                    close(real64(actual), expected, bound, name)
+            if "step" in state and p.numel():
+                assert int(state["step"]) == variable.t, "the step count"
+
+    @contextmanager
+    def nothing_changes(self) -> Iterator[None]:
+        before = snapshot(self.optimizer)
+        yield
+        assert_unchanged(self.optimizer, before)
+
+    def skip(self, step: Callable[[], Any]) -> None:
+        """A step that is counted and warned of once."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", SkippedStepWarning)
+            step()
+        assert sum(issubclass(w.category, SkippedStepWarning) for w in said) == 1
+        self.skipped += 1
+        self.steps += 1
+        assert int(self.optimizer.skipped_steps) == self.skipped
+
+    def live(self, name: str, seed: int) -> bool:
+        """One event; False where there is nothing that it could happen to."""
+        return EVENTS[name](self, random.Random(seed)) is not False
+
+
+# Events: what happens, then steps that show whether it was taken for what it was.
+
+Event = Callable[[Life, random.Random], Any]
+EVENTS: dict[str, Event] = {}
+WEIGHTS: dict[str, int] = {}
+
+
+def event(weight: int = 1) -> Callable[[Event], Event]:
+    def register(function: Event) -> Event:
+        name = function.__name__.replace("_", " ")
+        EVENTS[name], WEIGHTS[name] = function, weight
+        return function
+
+    return register
+
+
+@event(30)
+def steps(life: Life, rng: random.Random) -> None:
+    life.take(rng)
+
+
+# Groups and parameters
+
+
+@event()
+def a_group_is_added(life: Life, rng: random.Random) -> Any:
+    if len(life.params) >= MOST_PARAMS or len(life.optimizer.param_groups) >= MOST_GROUPS:
+        return False
+    values = life.algorithm.values(life.new_hyper(rng))
+    params = [life.new_param(rng, life.backend)]
+    life.optimizer.add_param_group({"params": params, **values})
+    life.take(rng)
+
+
+@event()
+def groups_are_merged(life: Life, rng: random.Random) -> Any:
+    groups = life.optimizer.param_groups
+    if len(groups) < 2:
+        return False
+    groups[0]["params"] += groups.pop()["params"]
+    life.take(rng)
+
+
+@event()
+def a_parameter_is_moved(life: Life, rng: random.Random) -> Any:
+    groups = life.optimizer.param_groups
+    if len(groups) < 2 or not groups[-1]["params"]:
+        return False
+    groups[0]["params"].append(groups[-1]["params"].pop(0))
+    life.take(rng)
+
+
+@event()
+def a_parameter_is_taken_out(life: Life, rng: random.Random) -> Any:
+    if len(life.params) < 3:
+        return False
+    group = rng.choice([g for g in life.optimizer.param_groups if g["params"]])
+    gone = group["params"].pop(rng.randrange(len(group["params"])))
+    if rng.random() < 0.5:
+        life.optimizer.state.pop(gone, None)
+    kept = gone.detach().clone()
+    life.take(rng)
+    assert torch.equal(gone, kept)
+
+
+@event()
+def a_parameter_is_replaced(life: Life, rng: random.Random) -> None:
+    group = rng.choice([g for g in life.optimizer.param_groups if g["params"]])
+    index = rng.randrange(len(group["params"]))
+    old = group["params"][index]
+    group["params"][index] = life.new_param(rng, life.backend)
+    if rng.random() < 0.5:
+        life.optimizer.state.pop(old, None)
+    life.take(rng)
+
+
+@event()
+def parameters_are_frozen(life: Life, rng: random.Random) -> None:
+    life.frozen = {id(p) for p in life.params if rng.random() < 0.5}
+    still = [(p, p.detach().clone()) for p in life.params if id(p) in life.frozen]
+    life.take(rng)
+    assert all(torch.equal(p, x) for p, x in still)
+    if rng.random() < 0.7:
+        life.frozen = set()
+
+
+@event()
+def a_parameter_is_cast(life: Life, rng: random.Random) -> Any:
+    p, _ = life.one(rng)
+    if life.kind != "wide" or life.backend == "triton":
+        return False
+    to = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    to |= {wide: narrow for narrow, wide in to.items()}
+    p.grad = None
+    p.data = p.data.to(to[p.dtype])
+    life.take(rng)
+
+
+@event()
+def a_parameter_is_laid_out_anew(life: Life, rng: random.Random) -> None:
+    p, _ = life.one(rng)
+    p.grad = None
+    p.data = LAYOUTS[rng.choice(tuple(LAYOUTS))](p.detach())
+    life.take(rng)
+
+
+@event()
+def values_change(life: Life, rng: random.Random) -> None:
+    """As a scheduler does it; an lr may become a tensor."""
+    group = rng.choice(life.optimizer.param_groups)
+    group.update(life.algorithm.values(life.new_hyper(rng)))
+    if rng.random() < 0.3:
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+    life.take(rng)
+
+
+@event()
+def options_change(life: Life, rng: random.Random) -> None:
+    life.options = {
+        "max_grad_norm": rng.choice((None, 0.1, 2.0)),
+        "loss_floor": rng.choice((0.0, -2.0, 0.25)),
+    }
+    for name, value in life.options.items():
+        setattr(life.optimizer, name, value)
+    life.take(rng)
+
+
+# State
+
+
+@event()
+def state_is_cast(life: Life, rng: random.Random) -> Any:
+    p, state = life.one(rng)
+    keys = [key for key in STATE if key in state]
+    if not keys or life.kind != "wide" or life.backend == "triton":
+        return False
+    key = rng.choice(keys)
+    wide = torch.complex128 if p.is_complex() else torch.float64
+    state[key] = state[key].to(wide)
+    life.take(rng)
+
+
+@event()
+def state_is_replaced(life: Life, rng: random.Random) -> Any:
+    """The tensors, their memory, or the whole dict, with other numbers."""
+    p, state = life.one(rng)
+    keys = [key for key in STATE if key in state]
+    if not keys or life.kind == "narrow":
+        return False
+    way = rng.choice(("tensor", "memory", "dict", "order"))
+    for key in keys:
+        if way == "memory":  # as offloading helpers do it
+            state[key].data = state[key].detach().clone() * 0.5
+        elif way == "order":
+            state[key] = LAYOUTS["transposed"](state[key].detach().clone())
+        elif way == "tensor":
+            state[key] = state[key] * 0.5
+    if way == "dict":
+        life.optimizer.state[p] = {k: v.clone() for k, v in state.items()}
+    life.take(rng)
+
+
+@event()
+def state_is_offloaded_and_back(life: Life, rng: random.Random) -> Any:
+    """The memory is given away between two steps, and comes back elsewhere."""
+    _, state = life.one(rng)
+    keys = [key for key in STATE if key in state]
+    if not keys:
+        return False
+    parked = {key: state[key].detach().clone() for key in keys}
+    for key in keys:
+        state[key].data = torch.empty(0, dtype=state[key].dtype)
+    for key, values in parked.items():
+        state[key].data = values
+    life.take(rng)
+
+
+@event()
+def state_is_reset(life: Life, rng: random.Random) -> None:
+    if rng.random() < 0.3:
+        life.optimizer.state.clear()
+    else:
+        life.optimizer.state.pop(rng.choice(life.params), None)
+    life.take(rng)
+
+
+@event()
+def a_step_count_is_another_kind_of_number(life: Life, rng: random.Random) -> Any:
+    _, state = life.one(rng)
+    if "step" not in state:
+        return False
+    count = float(state["step"])
+    kinds = (int(count), count, torch.tensor([count]), torch.tensor(count, dtype=torch.float64))
+    state["step"] = rng.choice(kinds)
+    life.take(rng)
+
+
+# Copies and checkpoints
+
+
+@event()
+def a_checkpoint_goes_to_another_backend(life: Life, rng: random.Random) -> Any:
+    """Into a fresh optimizer over copies of the parameters."""
+    old = life.optimizer
+    saved = old.state_dict()
+    if rng.random() < 0.3:
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+    target = rng.choice(life.backends)
+    if target == "triton" and not fits_triton(life):
+        return False
+    groups = [
+        {"params": [Parameter(p.detach().clone()) for p in group["params"]]}
+        for group in old.param_groups
+    ]
+    options = {"state": old._storage.given, "rounding": old._storage.rounding}
+    new = life.algorithm.simple(groups, backend=target, **life.options, **options)
+    new.load_state_dict(saved)
+    life.optimizer, life.frozen, life.skipped = new, set(), 0
+    life.take(rng)
+
+
+def fits_triton(life: Life) -> bool:
+    """It takes float32 and halves, with float32 state."""
+    tensors = [*life.params, *(s[k] for s in life.optimizer.state.values() for k in STATE if k in s)]
+    double = {torch.float64, torch.complex128, torch.int8, torch.uint8}
+    return life.kind != "narrow" and not any(t.dtype in double for t in tensors)
+
+
+@event()
+def the_backend_changes(life: Life, rng: random.Random) -> Any:
+    target = rng.choice(life.backends)
+    if target == "triton" and not fits_triton(life):
+        return False
+    life.optimizer.backend = target
+    life.take(rng)
+
+
+@event()
+def a_copy_takes_over(life: Life, rng: random.Random) -> None:
+    """With a loss that is pending, too."""
+    life.optimizer.zero_grad()
+    pending = rng.random() < 0.5
+    if pending:
+        life.optimizer.add_loss(0.25)
+    if rng.random() < 0.5:
+        other = copy.deepcopy(life.optimizer)
+    else:
+        other = pickle.loads(pickle.dumps(life.optimizer))
+    life.optimizer._pending.clear()
+    life.optimizer, life.frozen = other, set()
+    if not pending:
+        return life.take(rng)
+
+    def step(loss: float) -> None:
+        life.optimizer.add_loss(loss - 0.25)
+        life.optimizer.step()
+
+    return life.take(rng, step)
+
+
+# Ways to step
+
+
+@event(2)
+def the_loss_comes_another_way(life: Life, rng: random.Random) -> None:
+    way = rng.choice(("closure", "set", "add", "tensor", "closure and add"))
+
+    def step(loss: float) -> None:
+        optimizer = life.optimizer
+        if way == "closure":
+            optimizer.step(lambda: torch.tensor(loss, dtype=torch.float64))
+        elif way == "set":
+            optimizer.set_loss(loss - 3.0, weight=1.0)
+            optimizer.set_loss(loss + 1.0, weight=3.0)
+            optimizer.step()
+        elif way == "add":
+            optimizer.add_loss(loss - 0.5)
+            optimizer.add_loss(0.5)
+            optimizer.step()
+        elif way == "tensor":
+            optimizer.step(loss=torch.tensor([loss], dtype=torch.float64))
+        else:
+            optimizer.add_loss(loss)
+            optimizer.step(lambda: None)
+
+    life.take(rng, step)
+
+
+@event()
+def the_loss_is_scaled(life: Life, rng: random.Random) -> None:
+    """As a GradScaler hands it over."""
+    scale = float(2 ** rng.randint(0, 6))
+    pair = Pair(life.algorithm, life.optimizer, **life.options)
+    before = [np.abs(real64(p)) for p in life.params]
+    life.give_gradients(rng, scale)
+    loss = life.new_loss(rng)
+    pair.expect(loss, grad_scale=scale)
+    life.optimizer.grad_scale, life.optimizer.found_inf = torch.tensor(scale), torch.zeros(())
+    try:
+        life.optimizer.step(loss=loss)
+    finally:
+        forget_the_scale(life)
+    life.steps += 1
+    if life.kind == "wide":
+        life.compare(pair, before)
+    else:
+        pair.check_step()
+
+
+def forget_the_scale(life: Life) -> None:
+    """As a GradScaler does, if the step has not done so itself."""
+    for name in ("grad_scale", "found_inf"):
+        life.optimizer.__dict__.pop(name, None)
+
+
+@event()
+def a_thread_steps(life: Life, rng: random.Random) -> None:
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            life.take(rng)
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if problems:
+        raise problems[0]
+
+
+@event()
+def the_default_device_is_another_one(life: Life, rng: random.Random) -> None:
+    def step(loss: float) -> None:
+        torch.set_default_device("meta")
+        try:
+            life.optimizer.step(loss=loss)
+        finally:
+            torch.set_default_device(None)
+
+    life.take(rng, step)
+
+
+@event()
+def a_step_in_inference_mode(life: Life, rng: random.Random) -> None:
+    def step(loss: float) -> None:
+        with torch.inference_mode():
+            life.optimizer.step(loss=loss)
+
+    life.take(rng, step)
+
+
+# Bad numbers and refused steps
+
+
+@event()
+def a_bad_loss(life: Life, rng: random.Random) -> None:
+    life.give_gradients(rng)
+    if all(p.grad is None for p in life.params):
+        return
+    with life.nothing_changes():
+        life.skip(lambda: life.optimizer.step(loss=rng.choice((NAN, INF, -INF))))
+    life.take(rng)
+
+
+@event()
+def an_overflow_of_the_scaler(life: Life, rng: random.Random) -> None:
+    life.give_gradients(rng)
+    life.optimizer.grad_scale, life.optimizer.found_inf = torch.tensor(4.0), torch.ones(())
+    try:
+        with life.nothing_changes():
+            life.skip(lambda: life.optimizer.step(loss=life.new_loss(rng)))
+    finally:
+        forget_the_scale(life)
+    life.take(rng)
+
+
+@event()
+def a_bad_gradient(life: Life, rng: random.Random) -> Any:
+    life.give_gradients(rng)
+    there = [p for p in life.params if p.grad is not None and p.numel()]
+    if not there:
+        return False
+    p = rng.choice(there)
+    p.grad = p.grad.clone()
+    place = rng.randrange(p.numel())
+    p.grad.view(-1)[place] = rng.choice((NAN, INF, -INF))
+    loss = life.new_loss(rng)
+    if life.algorithm.coordinate and life.optimizer.max_grad_norm is None:
+        old = p.detach().clone().reshape(-1)
+        life.skip(lambda: life.optimizer.step(loss=loss))
+        assert torch.equal(p.detach().reshape(-1)[place], old[place])
+    else:
+        with life.nothing_changes():
+            life.skip(lambda: life.optimizer.step(loss=loss))
+    for q in life.params:
+        numbers = numbers_in(life.optimizer, q)
+        assert all(torch.as_tensor(t).isfinite().all() for t in (q, *numbers.values()))
+    life.take(rng)
+
+
+@event()
+def a_step_is_refused(life: Life, rng: random.Random) -> None:
+    life.give_gradients(rng)
+    if all(p.grad is None for p in life.params):
+        return
+    optimizer = life.optimizer
+    below = optimizer.loss_floor - 1.0
+    with life.nothing_changes():
+        kind, wrong = rng.choice(
+            (
+                (ValueError, lambda: optimizer.step(loss=below)),
+                (TypeError, lambda: optimizer.step(loss="much")),
+                (ValueError, lambda: optimizer.step(loss=torch.ones(2))),
+                (RuntimeError, lambda: optimizer.step(lambda: 1.0, loss=1.0)),
+                (TypeError, lambda: optimizer.step(3.0)),
+            )
+        )
+        with pytest.raises(kind):
+            wrong()
+    assert int(optimizer.skipped_steps) == life.skipped
+    life.take(rng)
+
+
+@event()
+def state_that_does_not_fit_is_refused(life: Life, rng: random.Random) -> Any:
+    p, state = life.one(rng)
+    keys = [key for key in STATE if key in state]
+    life.give_gradients(rng)
+    if not keys or not p.numel():
+        return False
+    key = rng.choice(keys)
+    kept = state[key]
+    state[key] = kept.new_zeros(p.numel() + 1)
+    with pytest.raises(ValueError, match="has shape"):
+        life.optimizer.step(loss=life.new_loss(rng))
+    state[key] = kept
+    life.take(rng)
+
+
+def counted(events: Counter[str]) -> str:
+    return "\n".join(f"{count:>10,}  {name}" for name, count in events.most_common())
+
