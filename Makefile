@@ -8,7 +8,7 @@ TRAINERS := .venv-trainers
 RIVALS := .venv-rivals
 SOURCES := $(wildcard csrc/*) CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu lint types bench bench-suite readme readme-check reference sanitize aarch64 package clean
+.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 package clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
@@ -25,6 +25,9 @@ help:
 	@echo "make readme       README's table and picture from bench/results"
 	@echo "make readme-check fails if they do not match"
 	@echo "make sanitize     the CPU tests under the address and undefined-behaviour sanitizers"
+	@echo "make sanitize-threads the C++ engine's threads under the thread sanitizer"
+	@echo "make mutants      small mutations of the code, each of which a test must notice (10 minutes)"
+	@echo "make soak         a million random steps of optimizers that are handled roughly (20 minutes)"
 	@echo "make aarch64      the C++ engine's baseline, cross-compiled and run under an emulator"
 	@echo "make package      sdist and wheel, each installed and tried in a fresh environment"
 
@@ -47,7 +50,7 @@ test-ptx: $(BUILT)
 
 test-triton: $(BUILT)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
-		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py
+		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py tests/test_buckets.py
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
 		tests/test_layouts.py -k "float32 or expanded or complex"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
@@ -93,6 +96,16 @@ readme-check: $(BUILT)
 
 sanitize: $(BUILT)
 	BIN=$(abspath $(BIN)) sh tests/sanitize.sh
+
+sanitize-threads:
+	sh tests/sanitize_threads.sh
+
+# ARGS: names of mutants, --changed, --sample N, --list; --life SEED to live a life again.
+mutants: $(BUILT)
+	$(BIN)/python tests/mutants $(ARGS)
+
+soak: $(BUILT)
+	$(BIN)/python tests/soak.py $(ARGS)
 
 aarch64:
 	sh tests/aarch64.sh

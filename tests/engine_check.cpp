@@ -1,6 +1,7 @@
 // Runs the engine's baseline over every rule and element type and prints a hash of all results.
 // Two machines that print the same lines computed the same bits.
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -97,11 +98,15 @@ void run(const Rule& rule, DType x_type, DType g_type, DType state_type, int thr
 
 }  // namespace
 
-int main() {
+// Arguments: numbers of threads, 1 and 2 by default.
+int main(int argc, char** argv) {
+  std::vector<int> teams;
+  for (int i = 1; i < argc; ++i) teams.push_back(std::atoi(argv[i]));
+  if (teams.empty()) teams = {1, 2};
   for (int flags = 0; flags < 16; ++flags) {
     const Rule rule = {(flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0};
     if (rule.regularised && (rule.coordinate || !rule.rms)) continue;
-    for (const int threads : {1, 2}) {
+    for (const int threads : teams) {
       run(rule, DType::float64, DType::float64, DType::float64, threads);
       run(rule, DType::float32, DType::float32, DType::float32, threads);
       run(rule, DType::bfloat16, DType::float32, DType::float32, threads);

@@ -295,7 +295,10 @@ def test_ngnd_takes_a_huge_gradient_for_what_it_is(backend: str) -> None:
 @EVERY
 @pytest.mark.parametrize(
     ("half", "x", "lr", "loss"),
-    [(torch.float16, 6e4, 2e4, 1e12), (torch.bfloat16, torch.finfo(torch.bfloat16).max, 2e36, 1e44)],
+    [
+        (torch.float16, 6e4, 2e4, 1e12),
+        (torch.bfloat16, torch.finfo(torch.bfloat16).max, 2e36, 1e44),
+    ],
     ids=["float16", "bfloat16"],
 )
 def test_storage_overflow(

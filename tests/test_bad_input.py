@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from typing import Any
 
@@ -30,6 +29,7 @@ from helpers import (
 )
 from torch.nn import Parameter
 
+from ngn_kernels import SkippedStepWarning
 from ngn_kernels.backends import availability
 
 NAN, INF = float("nan"), float("inf")
@@ -66,11 +66,18 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("loss_floor", INF, "inf"),
     ("backend", "gpu", "gpu"),
 ]
-# Any of the ways to state a valid range.
-RANGE = re.compile(
-    r"[\[(]0|>=? ?0|≥|at least|between|positive|negative|finite|one of|one-element|1-element"
-    r"|single|None|number"
-)
+# What each error says is allowed.
+RANGES = {
+    "lr": "must be in [0, inf)",
+    "weight_decay": "must be in [0, inf)",
+    "momentum": "must be in [0, 1)",
+    "beta2": "must be in [0, 1)",
+    "betas": "in [0, 1)",
+    "eps": "must be in (0, inf)",
+    "max_grad_norm": "must be None or in (0, inf)",
+    "loss_floor": "must be a finite number",
+    "backend": "choose one of 'auto', 'triton', 'cpu', 'reference'",
+}
 
 
 def good(algorithm: Algorithm, backend: str, **options: Any) -> Any:
@@ -103,7 +110,9 @@ def test_hyper_parameters(
             algorithm.simple([{"params": [p], argument: value}])
         else:
             optimizer.add_param_group({"params": [p], argument: value})
-    assert RANGE.search(str(caught.value)), f"no valid range in: {caught.value}"
+    several = isinstance(value, torch.Tensor) and value.numel() > 1
+    wanted = "must be one floating-point number" if several else RANGES[argument]
+    assert str(caught.value).endswith(wanted)
     assert len(optimizer.param_groups) == 1
 
 
@@ -112,8 +121,7 @@ def test_hyper_parameters(
 def test_options(algorithm: Algorithm, argument: str, value: Any, says: str) -> None:
     with pytest.raises(ValueError, match=rf"(?s){argument}.*{says}") as caught:
         algorithm.simple([Parameter(torch.ones(2))], **{argument: value})
-    if argument != "backend":
-        assert RANGE.search(str(caught.value)), f"no valid range in: {caught.value}"
+    assert str(caught.value).endswith(RANGES[argument])
 
 
 def test_unknown_backend_lists_the_known_ones() -> None:
@@ -203,8 +211,9 @@ def test_bad_loss(algorithm: Algorithm, backend: str, loss: Any, says: str, way:
 @pytest.mark.parametrize("weight", [-1.0, NAN, "heavy"])
 def test_bad_weight_of_set_loss(backend: str, weight: Any) -> None:
     optimizer = good(NGNMDv1, backend)
-    with pytest.raises((TypeError, ValueError), match="weight"):
+    with pytest.raises(ValueError, match=rf"^weight={weight!r}: must be in \(0, inf\)"):
         optimizer.set_loss(1.0, weight=weight)
+    optimizer.step(loss=1.0)  # nothing is pending
 
 
 @pytest.mark.parametrize("loss", [NAN, INF, -INF])
@@ -212,7 +221,7 @@ def test_bad_weight_of_set_loss(backend: str, weight: Any) -> None:
 def test_non_finite_loss_says_so(algorithm: Algorithm, backend: str, loss: float) -> None:
     optimizer = good(algorithm, backend)
     before = snapshot(optimizer)
-    with pytest.warns(RuntimeWarning, match="loss"):
+    with pytest.warns(SkippedStepWarning, match=": the loss is not finite"):
         optimizer.step(loss=loss)
     assert_unchanged(optimizer, before)
 
@@ -235,11 +244,9 @@ def test_sparse_gradient(algorithm: Algorithm, backend: str) -> None:
     optimizer = algorithm.simple(params, backend=backend)
     (embedding(torch.tensor([1, 3])).sum() + dense.sum()).backward()
     before = snapshot(optimizer)
-    with pytest.raises(
-        (RuntimeError, ValueError, TypeError), match=r"(?s)encoder\.table"
-    ) as caught:
+    told = r"^parameter 'encoder\.table' 0 of group 0 .* has a gradient of layout torch\.sparse_coo"
+    with pytest.raises(TypeError, match=told):
         optimizer.step(loss=1.0)
-    assert "sparse" in str(caught.value)
     assert_unchanged(optimizer, before)
 
 
@@ -250,9 +257,11 @@ def test_sparse_gradient_without_names(backend: str) -> None:
         backend=backend,
     )
     embedding(torch.tensor([1, 3])).sum().backward()
-    with pytest.raises((RuntimeError, ValueError, TypeError), match=r"(?s)1") as caught:
+    before = snapshot(optimizer)
+    told = r"^parameter 0 of group 1 \(shape \(5, 3\)\) has a gradient of layout torch\.sparse_coo"
+    with pytest.raises(TypeError, match=told):
         optimizer.step(loss=1.0)
-    assert "sparse" in str(caught.value) and "group" in str(caught.value)
+    assert_unchanged(optimizer, before)
 
 
 class Wrapper(torch.Tensor):
@@ -456,10 +465,11 @@ def test_the_same_parameter_twice(backend: str, layout: str) -> None:
 
 def test_integer_parameters(backend: str) -> None:
     p = torch.ones(3, dtype=torch.int64)
-    with pytest.raises((TypeError, ValueError), match="int64"):
-        optimizer = NGN.simple([p], backend=backend)
-        p.grad = torch.ones(3, dtype=torch.int64)
+    optimizer = NGN.simple([p], backend=backend)
+    p.grad = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"parameter 0 of group 0 .* is torch\.int64"):
         optimizer.step(loss=1.0)
+    assert p.tolist() == [1, 1, 1] and not optimizer.state
 
 
 def test_no_parameters() -> None:

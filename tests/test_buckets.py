@@ -19,8 +19,6 @@ from ngn_kernels.plan import BucketKey
 from ngn_kernels.ranks import Ranks
 from ngn_kernels.rules import Reason
 
-pytestmark = pytest.mark.essential
-
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HYPERS = (Hyper(0.3), Hyper(0.05, 0.5, 0.99), Hyper(0.1, 0.8, 0.99, 1e-4, 0.1))
@@ -58,6 +56,7 @@ def assert_counted_once(algorithm: Algorithm, optimizer: Any, loss: float, reaso
     random_gradients(params_of(optimizer), seed=7)
 
 
+@pytest.mark.essential
 @EVERY
 def test_skips_of_a_bad_loss_are_counted_once(algorithm: Algorithm, backend: str) -> None:
     optimizer = three_buckets(algorithm, backend)
@@ -67,6 +66,7 @@ def test_skips_of_a_bad_loss_are_counted_once(algorithm: Algorithm, backend: str
     assert_counted_once(algorithm, optimizer, NAN, Reason.LOSS_NOT_FINITE)
 
 
+@pytest.mark.essential
 @EVERY
 @pytest.mark.parametrize("bucket", [0, 1, 2])
 def test_skips_of_a_bad_gradient_are_counted_once(
@@ -167,6 +167,7 @@ def test_telemetry_stays_when_a_group_comes(algorithm: Algorithm, backend: str) 
     assert known == sizes and unknown != unknown
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("algorithm", SCALAR, ids=str)
 def test_copies_bring_their_part_of_the_sums(
     algorithm: Algorithm, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,25 @@ def test_same_bits_for_any_number_of_threads(algorithm: Algorithm, dtype: torch.
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["NGN", "NGNMDv1", "NGNMDv2"])
+def test_many_chunks_on_more_threads_than_cores(name: str, dtype: torch.dtype) -> None:
+    """Who takes which of 62 chunks differs from run to run; no bit does."""
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(1_000_003, generator=generator).to(dtype) for _ in range(2))
+    results = []
+    for threads in (1, 2, 5, 8):
+        torch.set_num_threads(threads)
+        param = x.clone().requires_grad_()
+        opt = getattr(ngn_kernels, name)([param], max_grad_norm=1.0, backend="cpu")
+        for _ in range(2):
+            param.grad = g
+            opt.step(loss=0.7)
+        results.append([param.detach(), *opt.state[param].values()])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @EVERY
 def test_every_instruction_set_computes_the_same(algorithm: Algorithm, dtype: torch.dtype) -> None:
@@ -147,7 +166,8 @@ def test_roots_of_second_moments_of_any_size(name: str, size: float) -> None:
             param.data.zero_()
             param.grad = grads.to(param.dtype)
             opt.step(loss=0.7)
-        assert int(opt.skipped_steps) == 0
+            assert int(opt.skipped_steps) == 0, backend
+            assert float(opt.state[param]["step"]) == 1
         torch.testing.assert_close(ours.detach().double(), truth.detach(), rtol=2e-6, atol=1e-36)
 
 

@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 import torch
 from algorithms import EVERY, NGND, NGNM, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
-from helpers import fresh, params_of, random_columns, random_gradients, real64, snapshot
+from helpers import (
+    SHAPES,
+    fresh,
+    params_of,
+    random_columns,
+    random_gradients,
+    real64,
+    snapshot,
+)
 from pair import Pair
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -641,19 +649,35 @@ def test_gradients_laid_out_in_inference_mode_go_on_outside(backend: str) -> Non
 # Two threads, each with an optimizer of its own
 
 
-def test_optimizers_in_threads(backend: str) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_optimizers_in_threads(backend: str, threads: int) -> None:
+    """Each with a team of its own, where there are several chunks to share."""
+
+    def large() -> Any:
+        shapes = SHAPES if backend == "triton" else ([(3,), (40_000,)], [(5, 7_001), ()])
+        return NGNMDv1.build(random_columns(shapes), backend=backend)
+
     def train(optimizer: Any) -> None:
         for k in range(5):
             random_gradients(params_of(optimizer), seed=k)
             optimizer.step(loss=1.0)
 
-    expected = fresh(NGNMDv1, backend)
+    expected = large()
     train(expected)
-    optimizers = [fresh(NGNMDv1, backend) for _ in range(4)]
+    optimizers = [large() for _ in range(4)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        train_all(train, optimizers)
+    finally:
+        torch.set_num_threads(before)
+    for optimizer in optimizers:
+        assert snapshot(optimizer) == snapshot(expected)
+
+
+def train_all(train: Callable[[Any], None], optimizers: list[Any]) -> None:
     threads = [threading.Thread(target=train, args=(o,)) for o in optimizers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for optimizer in optimizers:
-        assert snapshot(optimizer) == snapshot(expected)

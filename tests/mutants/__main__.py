@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "mutants"
 COPIED = ("ngn_kernels", "bench", "tests", "csrc", "CMakeLists.txt", "pyproject.toml")
 PATIENCE = 400  # seconds that the tests of one mutant may take; one that hangs them was noticed
-KILLED, SURVIVED, ERROR = "killed", "survived", "ERROR"
+KILLED, SURVIVED, EQUIVALENT, ERROR = "killed", "survived", "equivalent", "ERROR"
 
 
 class Workshop:
@@ -60,10 +60,13 @@ class Workshop:
         )
 
     def try_out(self, mutant: Mutant) -> tuple[str, str]:
+        """Killed, survived or an error, and a word on it."""
         path = self.folder / mutant.file
         text = path.read_text() if path.is_file() else ""
         if text.count(mutant.old) != 1:
             return ERROR, f"{mutant.file} has its text {text.count(mutant.old)} times"
+        if mutant.equivalent:
+            return EQUIVALENT, mutant.equivalent
         self.write(path, text.replace(mutant.old, mutant.new))
         try:
             if mutant.native:
@@ -276,11 +279,11 @@ def main() -> None:
     hunt.run()
     count = Counter(hunt.outcomes.values())
     for name, outcome in sorted(hunt.outcomes.items()):
-        if outcome != KILLED:
+        if outcome in (SURVIVED, ERROR):
             print(f"{outcome}: {name}")
-    errors = f", {count[ERROR]} errors" if count[ERROR] else ""
-    print(f"{hunt.total} mutants: {count[KILLED]} killed, {count[SURVIVED]} survived{errors}")
-    sys.exit(count[KILLED] != hunt.total)
+    others = "".join(f", {count[kind]} {kind}" for kind in (EQUIVALENT, ERROR) if count[kind])
+    print(f"{hunt.total} mutants: {count[KILLED]} killed, {count[SURVIVED]} survived{others}")
+    sys.exit(count[KILLED] + count[EQUIVALENT] != hunt.total)
 
 
 if __name__ == "__main__":
