@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
+from mutants.catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "mutants"))
-from catalogue import MUTANTS, Mutant
-
 PAGE = (ROOT / "docs" / "testing.md").read_text()
 
 
