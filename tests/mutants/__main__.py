@@ -51,6 +51,8 @@ class Workshop:
         self.built = self.folder / "built"
         self.clock = int(time.time())
         self.native = False  # whether the extension in the copy is that of a C++ mutant
+        for source in (self.folder / "csrc").iterdir():  # objects may be left of another mutant
+            source.touch()
         self.take_extension(ROOT / "ngn_kernels")
         self.nursery = subprocess.Popen(
             [sys.executable, Path(__file__).parent / "nursery.py"],
