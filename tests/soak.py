@@ -24,7 +24,7 @@ from ngn_kernels.backends import availability
 
 EVENTS_OF_A_LIFE = 40
 # How often a life begins there: the reference takes 20 times as long as C++, an interpreter 500 times.
-SHARES = {"cpu": 1000, "reference": 60, "triton": 2}
+SHARES = {"cpu": 1000, "reference": 200, "triton": 4}
 
 
 class Soak:

@@ -277,11 +277,31 @@ def test_what_a_narrow_type_cannot_hold_is_kept(backend: str) -> None:
     p = Parameter(torch.zeros(4096))
     optimizer = ngn_kernels.NGNMDv2([p], betas=(0.9, 0.5), backend=backend, state="bfloat16")
     p.grad = torch.full_like(p, 1e-3)
-    p.grad[9] = 2.6055e19  # v = g^2 / 2 = 3.394e38 lies between 3.3895e38 and 3.4028e38
+    optimizer.step(loss=1.0)
+    v = optimizer.state[p]["exp_avg_sq"]
+    largest = torch.finfo(torch.bfloat16).max
+    v[9] = largest  # 3.3895e38
+    p.grad[9] = 1.8446e19  # (v + g^2) / 2 = 3.396e38; what float32 cannot hold begins at 3.4028e38
     with pytest.warns(SkippedStepWarning, match="kept"):
         optimizer.step(loss=1.0)
     v = optimizer.state[p]["exp_avg_sq"]
-    assert v.isfinite().all() and v[9] == 0 and (v[:9] > 0).all()
+    assert v.isfinite().all() and v[9] == largest and (v[:9] > 0).all()
+
+
+@pytest.mark.parametrize("state", ["bfloat16", "8bit"])
+def test_momentum_that_a_narrow_type_cannot_hold_is_kept(backend: str, state: str) -> None:
+    """Nor does 3.4e38 fit a bfloat16, or a byte and its scale."""
+    if backend == "triton":
+        pytest.skip("it keeps float32 state")
+    p = Parameter(torch.zeros(4096))
+    optimizer = ngn_kernels.NGNM([p], lr=6.8e38, momentum=0.5, backend=backend, state=state)
+    p.grad = torch.full_like(p, 1e-3)
+    p.grad[9] = 1.0
+    with pytest.warns(SkippedStepWarning, match="kept"):
+        optimizer.step(loss=1e90)
+    m = numbers_in(optimizer, p)["momentum_buffer"]
+    assert p[9] == 0 and m[9] == 0 and m.isfinite().all()
+    assert (p[:9] < 0).all() and (m[:9] > 0).all()
 
 
 @EVERY_STATE

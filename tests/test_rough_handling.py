@@ -335,6 +335,10 @@ def test_flushing_is_the_same_on_all_threads(backend: str) -> None:
     results = []
     before = torch.get_num_threads()
     try:
+        torch.set_num_threads(2)  # threads that are there before take over nothing by themselves
+        p = Parameter(x.clone())
+        p.grad = torch.zeros_like(p)
+        ngn_kernels.NGN([p], lr=1.0, backend=backend).step(loss=1.0)
         torch.set_flush_denormal(True)
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -454,7 +458,11 @@ def test_a_step_that_raises_leaves_no_scale_behind(way: str, backend: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("momentum", 0.9), ("betas", (0.9, 0.99)), ("eps", 1e-8), ("beta2", 0.9)]
+    ("name", "value"),
+    [
+        *(("momentum", 0.9), ("betas", (0.9, 0.99)), ("eps", 1e-8), ("beta2", 0.9)),
+        *(("momentum", 0.0), ("eps", 1.0)),  # which would change nothing
+    ],
 )
 def test_values_of_other_algorithms_are_refused(name: str, value: Any, backend: str) -> None:
     with pytest.raises(ValueError, match=rf"NGN has no {name} .*take it out of the group"):

@@ -124,6 +124,22 @@ def test_stochastic_steps_end_at_a_neighbour(
 
 
 @pytest.mark.dtypes(torch.bfloat16, torch.float16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_backends_round_to_the_same_bits(dtype: torch.dtype) -> None:
+    """x - g is the same float32 everywhere; so is its noise, which is not that of v."""
+    results = []
+    for backend in ("reference", "cpu"):
+        generator = torch.Generator().manual_seed(0)
+        x, g = (torch.randn(4099, generator=generator).to(dtype) for _ in range(2))
+        p = Parameter(x)
+        optimizer = ngn_kernels.NGN([p], lr=1.0, backend=backend, rounding="stochastic")
+        for _ in range(3):
+            p.grad = g / 3
+            optimizer.step(loss=1e30)
+        results.append(p.detach())
+    assert torch.equal(*results)
+
+
 def test_small_steps_are_not_lost(backend: str, dtype: torch.dtype) -> None:
     """A hundred steps of a hundredth of an ulp: to nearest nothing moves, at random all do."""
     moved = {}
