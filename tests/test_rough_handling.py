@@ -331,7 +331,7 @@ def test_flushing_is_the_same_on_all_threads(backend: str) -> None:
     """The mode belongs to a thread: the others take it over from the caller."""
     if backend != "cpu":
         pytest.skip("torch's own operators do not")
-    x = torch.full((200_000,), 1e-39)
+    x = torch.full((4_000_000,), 1e-39)  # enough for a second thread to take part
     results = []
     before = torch.get_num_threads()
     try:

@@ -51,8 +51,10 @@ class Workshop:
         self.built = self.folder / "built"
         self.clock = int(time.time())
         self.native = False  # whether the extension in the copy is that of a C++ mutant
-        for source in (self.folder / "csrc").iterdir():  # objects may be left of another mutant
-            source.touch()
+        # Objects may be left of a mutant of another run.
+        self.mutated = BUILD / f"mutated{number}"
+        for name in self.mutated.read_text().split() if self.mutated.is_file() else ():
+            (self.folder / name).touch()
         self.take_extension(ROOT / "ngn_kernels")
         self.nursery = subprocess.Popen(
             [sys.executable, Path(__file__).parent / "nursery.py"],
@@ -72,6 +74,8 @@ class Workshop:
         self.write(path, text.replace(mutant.old, mutant.new))
         try:
             if mutant.native:
+                with self.mutated.open("a") as file:
+                    print(mutant.file, file=file)
                 problem = self.build()
                 if problem:
                     return ERROR, problem
