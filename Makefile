@@ -26,7 +26,7 @@ help:
 	@echo "make readme-check fails if they do not match"
 	@echo "make sanitize     the CPU tests under the address and undefined-behaviour sanitizers"
 	@echo "make sanitize-threads the C++ engine's threads under the thread sanitizer"
-	@echo "make mutants      small mutations of the code, each of which a test must notice "
+	@echo "make mutants      small mutations of the code, each of which a test must notice"
 	@echo "make soak         a million random steps of optimizers that are handled roughly"
 	@echo "make aarch64      the C++ engine's baseline, cross-compiled and run under an emulator"
 	@echo "make package      sdist and wheel, each installed and tried in a fresh environment"
