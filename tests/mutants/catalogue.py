@@ -490,8 +490,8 @@ STATE = of(
     ),
     (
         "state-format-not-restored",
-        "            or narrow_format(key, old.dtype) != form\n",
-        "",
+        "        elif not is_in_place(state[key], param) or narrow_format(key, state[key].dtype) != form:\n",
+        "        elif not is_in_place(state[key], param):\n",
         "tests/test_narrow.py -k brought_into_its_format",
         "state that was replaced is brought into its format",
     ),
@@ -518,15 +518,15 @@ STATE = of(
     ),
     (
         "state-lazy-conjugation",
-        "            or lazy\n",
-        "",
+        " and in_order and not part.is_conj()",
+        " and in_order",
         f"{ROUGH} -k conjugate_state",
         "state that is lazily conjugated is taken for what it is",
     ),
     (
         "state-negative-zero",
-        ".copy_(values).add_(0.0)  # which makes 0 of -0",
-        ".copy_(values)",
+        "values, torch.float32)).add_(0.0)  # which makes 0 of -0",
+        "values, torch.float32))",
         "tests/test_narrow.py -k negative_zero",
         "a stored -0 becomes 0, and no huge number",
     ),
@@ -952,13 +952,6 @@ TEAM = of(
 KERNELS = of(
     "ngn_kernels/backends/triton_kernels.py",
     (
-        "triton-limit-of-bfloat16",
-        'BFLOAT16_LIMIT = tl.constexpr(float.fromhex("0x1.ffp127"))',
-        'BFLOAT16_LIMIT = tl.constexpr(float("inf"))',
-        INTERPRETED + "tests/test_atomic.py -k 'storage_overflow and bfloat16'",
-        "what bfloat16 parameters cannot hold is kept",
-    ),
-    (
         "triton-skips-counted-per-bucket",
         "counted = (last != 0) & (code != NONE)",
         "counted = code != NONE",
@@ -1028,11 +1021,22 @@ KERNELS = of(
     (
         "triton-ticket-of-apply-relaxed",
         'if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:\n'
-        "        tl.store(ticket, 0)\n        advance",
+        "        tl.store(ticket, 0)\n        if CODED",
         'if tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == n_chunks - 1:\n'
-        "        tl.store(ticket, 0)\n        advance",
+        "        tl.store(ticket, 0)\n        if CODED",
         "tests/test_triton_races.py -k 'no_race_in_any_order and NGNM'",
         "the last block advances counts that all others have read",
+    ),
+)
+
+TRITON_FORMATS = of(
+    "ngn_kernels/backends/triton_formats.py",
+    (
+        "triton-limit-of-bfloat16",
+        '\nBFLOAT16_LIMIT = tl.constexpr(float.fromhex("0x1.ffp127"))',
+        '\nBFLOAT16_LIMIT = tl.constexpr(float("inf"))',
+        INTERPRETED + "tests/test_atomic.py -k 'storage_overflow and bfloat16'",
+        "what bfloat16 parameters cannot hold is kept",
     ),
 )
 
@@ -1095,5 +1099,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *TRANSFER,
     *REFERENCE,
     *KERNELS,
+    *TRITON_FORMATS,
     *TRAINERS,
 )
