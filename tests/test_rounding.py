@@ -123,7 +123,6 @@ def test_stochastic_steps_end_at_a_neighbour(
     assert changed > 1000
 
 
-@pytest.mark.dtypes(torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_backends_round_to_the_same_bits(dtype: torch.dtype) -> None:
     """x - g is the same float32 everywhere; so is its noise, which is not that of v."""
@@ -140,6 +139,7 @@ def test_backends_round_to_the_same_bits(dtype: torch.dtype) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.dtypes(torch.bfloat16, torch.float16)
 def test_small_steps_are_not_lost(backend: str, dtype: torch.dtype) -> None:
     """A hundred steps of a hundredth of an ulp: to nearest nothing moves, at random all do."""
     moved = {}
