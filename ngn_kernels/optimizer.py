@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .backends import check_backend, select_backend
+from .backends.reference import tell_of_others
 from .checks import check_group, require, warn
 from .formats import Storage
 from .hooks import entrance
@@ -325,6 +326,8 @@ class NGNOptimizer(Optimizer):
                 if bucket is plan.last_at_home:
                     plan.share_reasons()
                 bucket.backend.apply(bucket, plan.rule, last=bucket is plan.buckets[0])
+            if exchange is not None and not plan.buckets:
+                tell_of_others(plan.rule, plan.sums[0], plan.home.inputs, plan.home.report)
             plan.finish()
             self._home = plan.home
             self._warn_of(plan.home.report.unheard_reason())

@@ -327,5 +327,11 @@ def tell(
         counts[Count.REASON].zero_()
 
 
+def tell_of_others(rule: Rule, sums: Tensor, inputs: Inputs, report: Report) -> None:
+    """A step that other ranks take, on one that has no parameter with a gradient."""
+    rho, _, reason = shrink(rule, sums.sum(0), inputs)
+    tell(rule, inputs, rho, reason == 0, reason, report, last=True)
+
+
 def load() -> ReferenceBackend:
     return ReferenceBackend()

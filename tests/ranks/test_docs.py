@@ -40,9 +40,10 @@ def test_every_script_is_run() -> None:
 @pytest.mark.parametrize(("code", "ranks"), scripts())
 def test_script(code: str, ranks: int, tmp_path: Path) -> None:
     """It runs, and every rank ends with the same step size, a shrunken one."""
-    done, spoken = run(code, ranks, tmp_path / "first")
-    if done.returncode != 0 and ABORTED_AT_EXIT in done.stderr:
-        done, spoken = run(code, ranks, tmp_path / "second")
+    for attempt in range(6):
+        done, spoken = run(code, ranks, tmp_path / str(attempt))
+        if done.returncode == 0 or ABORTED_AT_EXIT not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     said = dict(re.findall(r"rank (\d+): shrink (\S+)", spoken))
     assert set(said) == {str(rank) for rank in range(ranks)}
