@@ -295,6 +295,10 @@ def a_parameter_is_laid_out_anew(life: Life, rng: random.Random) -> None:
     p, _ = life.one(rng)
     p.grad = None
     p.data = LAYOUTS[rng.choice(tuple(LAYOUTS))](p.detach())
+    if life.kind == "narrow":  # codes are rounded once more in their new order
+        life.give_gradients(rng)
+        life.optimizer.step(loss=life.new_loss(rng))
+        life.steps += 1
     life.take(rng)
 
 
@@ -570,6 +574,8 @@ def a_bad_loss(life: Life, rng: random.Random) -> None:
 @event()
 def an_overflow_of_the_scaler(life: Life, rng: random.Random) -> None:
     life.give_gradients(rng)
+    if all(p.grad is None for p in life.params):
+        return
     life.optimizer.grad_scale, life.optimizer.found_inf = torch.tensor(4.0), torch.ones(())
     try:
         with life.nothing_changes():
