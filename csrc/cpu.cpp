@@ -18,6 +18,7 @@ namespace ngn {
 namespace {
 
 constexpr int64_t BLOCK = 512;  // staged or summed at once; four columns of it stay in the L1 cache
+constexpr int64_t PREFETCH = 1024;  // elements between asking for memory and its use
 constexpr int AHEAD = 6;        // vectors between a draft and its update
 constexpr int LANES = 16;       // partial sums side by side, so that they vectorise without reordering
 
@@ -33,9 +34,9 @@ class Column {
 
   bool in_place() const { return in_place_; }
 
-  T* in(int64_t begin, int64_t n) {
+  Plain<T> in(int64_t begin, int64_t n) {
     char* address = data_ + begin * size_of(type_);
-    if (in_place_) return reinterpret_cast<T*>(address);
+    if (in_place_) return {reinterpret_cast<T*>(address)};
     with_type(type_, [&](auto element) {
       using E = decltype(element);
       for (int64_t i = 0; i < n; ++i) {
@@ -44,11 +45,11 @@ class Column {
         stage_[i] = factor_ * static_cast<T>(widen(value));
       }
     });
-    return stage_;
+    return {stage_};
   }
 
   // Write back what was changed where in() pointed to.
-  void out(int64_t begin, int64_t n) {
+  void out(int64_t begin, int64_t n, const Noise&) {
     if (in_place_) return;
     char* address = data_ + begin * size_of(type_);
     with_type(type_, [&](auto element) {
@@ -61,7 +62,7 @@ class Column {
     });
   }
 
- protected:
+ private:
   char* data_;
   DType type_;
   T factor_;
@@ -69,72 +70,111 @@ class Column {
   alignas(64) T stage_[BLOCK];
 };
 
-// The same with the formats that take more than a cast; `beside` are scales or remainders.
-class NarrowColumn : public Column<float> {
+// A column of codes through a stage.
+template <typename Format>
+class Staged {
  public:
-  NarrowColumn(void* data, DType type, void* beside, Rounding rounding)
-      : Column<float>(data, type), beside_(beside), rounding_(rounding) {}
+  explicit Staged(Coded<Format> column, bool parameter = false) : column_(column), parameter_(parameter) {}
 
-  float* in(int64_t begin, int64_t n) {
-    if (in_place_) return reinterpret_cast<float*>(data_) + begin;
-    char* address = data_ + begin * size_of(type_);
-    switch (type_) {
-      case DType::int8:
-        decode_m(reinterpret_cast<int8_t*>(address), scales<float>(begin), n, stage_);
-        return stage_;
-      case DType::uint8:
-        decode_v(reinterpret_cast<uint8_t*>(address), scales<uint32_t>(begin), n, stage_);
-        return stage_;
-      case DType::bfloat16:
-        if (rounding_ == Rounding::exact) {
-          join_bfloat16(reinterpret_cast<uint16_t*>(address), static_cast<int16_t*>(beside_) + begin, n, stage_);
-        } else {
-          decode_bfloat16(reinterpret_cast<uint16_t*>(address), n, stage_);
-        }
-        return stage_;
-      default: return Column<float>::in(begin, n);
-    }
+  bool in_place() const { return false; }
+
+  Plain<float> in(int64_t begin, int64_t n) {
+    int64_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) store(stage_ + i, column_.load(begin + i));
+    for (; i < n; ++i) stage_[i] = column_[begin + i];
+    return {stage_};
   }
 
-  void out(int64_t begin, int64_t n, const uint32_t* noise) {
-    if (in_place_) return;
-    char* address = data_ + begin * size_of(type_);
-    auto* halves = reinterpret_cast<uint16_t*>(address);
+  void out(int64_t begin, int64_t n, Noise& noise) {
     for (int64_t i = n; i % QUANTUM != 0; ++i) stage_[i] = 0;
-    if (type_ == DType::int8) {
-      encode_m(stage_, noise, n, reinterpret_cast<int8_t*>(address), scales<float>(begin));
-    } else if (type_ == DType::uint8) {
-      encode_v(stage_, noise, n, reinterpret_cast<uint8_t*>(address), scales<uint32_t>(begin));
-    } else if (type_ == DType::bfloat16 && rounding_ == Rounding::exact) {
-      split_bfloat16(stage_, n, halves, static_cast<int16_t*>(beside_) + begin);
-    } else if (type_ == DType::bfloat16 && rounding_ == Rounding::stochastic) {
-      stochastic_bfloat16(stage_, noise, n, halves);
-    } else if (type_ == DType::float16 && rounding_ == Rounding::stochastic) {
-      stochastic_float16(stage_, noise, n, halves);
-    } else if (type_ == DType::bfloat16) {
-      nearest_bfloat16(stage_, n, halves);
-    } else {
-      Column<float>::out(begin, n);
+    for (int64_t i = 0; i < n; i += QUANTUM) {
+      Quantum<Words> random = {};
+      if constexpr (Format::random) random = parameter_ ? other_noise(noise.of(begin + i)) : noise.of(begin + i);
+      Quantum<Floats> values;
+      std::memcpy(&values, stage_ + i, sizeof(values));
+      column_.store(begin + i, n - i < QUANTUM ? n - i : QUANTUM, values, column_.scale(values), random);
     }
   }
 
  private:
-  template <typename Scale>
-  Scale* scales(int64_t begin) const {
-    return static_cast<Scale*>(beside_) + begin / QUANTUM;
-  }
-
-  void* beside_;
-  Rounding rounding_;
+  Coded<Format> column_;
+  bool parameter_;  // whose noise is not that of m and v
+  alignas(64) float stage_[BLOCK];
 };
 
-template <bool NARROW, typename T>
-auto column_of(void* data, DType type, void* beside, Rounding rounding = Rounding::nearest) {
+// f(column), in the format that the bucket says. Columns go by reference: some hold a stage.
+
+template <bool NARROW, typename T, typename F>
+auto with_x(const Bucket& bucket, const TensorRow& row, F&& f) {
   if constexpr (NARROW) {
-    return NarrowColumn(data, type, beside, rounding);
-  } else {
-    return Column<T>(data, type);
+    auto* codes = static_cast<uint16_t*>(row.x);
+    const auto parameter = [&](auto format) {
+      using Format = decltype(format);
+      Staged<Format> column({codes, reinterpret_cast<typename Format::Beside*>(row.remainder)}, true);
+      return f(column);
+    };
+    const bool random = bucket.rounding == Rounding::stochastic;
+    if (bucket.x_type == DType::float16 && random) return parameter(Float16<Rounding::stochastic>{});
+    if (bucket.x_type == DType::bfloat16 && random) return parameter(Bfloat16<Rounding::stochastic>{});
+    if (bucket.rounding == Rounding::exact) return parameter(Bfloat16<Rounding::exact>{});
+    if (bucket.x_type == DType::bfloat16) return parameter(Bfloat16<Rounding::nearest>{});
   }
+  Column<T> column(row.x, bucket.x_type);
+  return f(column);
+}
+
+template <bool NARROW, typename T, typename F>
+auto with_m(const Bucket& bucket, const TensorRow& row, F&& f) {
+  if constexpr (NARROW) {
+    Coded<Bfloat16<Rounding::nearest>> halves{static_cast<uint16_t*>(row.m), nullptr};
+    Coded<Int8> bytes{static_cast<int8_t*>(row.m), row.m_scale};
+    if (bucket.m_type == DType::bfloat16) return f(halves);
+    if (bucket.m_type == DType::int8) return f(bytes);
+  }
+  Column<T> column(row.m, bucket.m_type);
+  return f(column);
+}
+
+template <bool NARROW, typename T, typename F>
+auto with_v(const Bucket& bucket, const TensorRow& row, F&& f) {
+  if constexpr (NARROW) {
+    Coded<Bfloat16<Rounding::stochastic>> halves{static_cast<uint16_t*>(row.v), nullptr};
+    Coded<UInt8> bytes{static_cast<uint8_t*>(row.v), row.v_scale};
+    if (bucket.v_type == DType::bfloat16) return f(halves);
+    if (bucket.v_type == DType::uint8) return f(bytes);
+  }
+  Column<T> column(row.v, bucket.v_type);
+  return f(column);
+}
+
+// f(m, v) of a rule with both. Each pair of formats is a loop of its own: where only one is narrow, which is
+// unusual, that one goes through a stage.
+template <typename T, typename F>
+auto with_pair(Column<T>& m, Column<T>& v, F&& f) { return f(m, v); }
+template <typename M, typename V, typename F>
+auto with_pair(Coded<M>& m, Coded<V>& v, F&& f) { return f(m, v); }
+template <typename M, typename T, typename F>
+auto with_pair(Coded<M>& m, Column<T>& v, F&& f) {
+  Staged<M> staged(m);
+  return f(staged, v);
+}
+template <typename T, typename V, typename F>
+auto with_pair(Column<T>& m, Coded<V>& v, F&& f) {
+  Staged<V> staged(v);
+  return f(m, staged);
+}
+
+template <bool MOMENTUM, bool RMS, bool NARROW, typename T, typename F>
+auto with_state(const Bucket& bucket, const TensorRow& row, F&& f) {
+  return with_m<NARROW && MOMENTUM, T>(bucket, row, [&](auto& m) {
+    return with_v<NARROW && RMS, T>(bucket, row, [&](auto& v) {
+      if constexpr (MOMENTUM && RMS) {
+        return with_pair(m, v, f);
+      } else {
+        return f(m, v);
+      }
+    });
+  });
 }
 
 // Ask for the lines of LANES elements a page ahead: the processor by itself stops at the end of a page.
@@ -146,18 +186,17 @@ void prefetch_lanes(const T* from) {
 }
 
 // Full groups of LANES as vectors, the rest as scalars, through the same element function.
-template <bool RMS, bool REGULARISED, typename T>
-void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficients<T> k,
-                  double* weighted, double* alignment) {
+template <bool RMS, bool REGULARISED, typename T, typename X, typename V, typename G>
+void reduce_block(X x, V v, G g, int64_t n, const Coefficients<T> k, double* weighted, double* alignment) {
   constexpr int width = VectorOf<T>::lanes, vectors = LANES / width;
   Vec<T> weighted_vector[vectors] = {}, alignment_vector[vectors] = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
-    if constexpr (!RMS) prefetch_lanes(g + i);  // with a root and a quotient there is time enough
+    if constexpr (!RMS) prefetch_lanes(&g.data[i]);  // with a root and a quotient there is time enough
     for (int j = 0; j < vectors; ++j) {
       const int64_t at = i + j * width;
-      contribute<RMS, REGULARISED>(REGULARISED ? load(x + at) : Vec<T>{}, RMS ? load(v + at) : Vec<T>{},
-                                   load(g + at), k, weighted_vector[j], alignment_vector[j]);
+      contribute<RMS, REGULARISED>(REGULARISED ? x.load(at) : Vec<T>{}, RMS ? v.load(at) : Vec<T>{}, g.load(at), k,
+                                   weighted_vector[j], alignment_vector[j]);
     }
   }
   T weighted_lane[LANES], alignment_lane[LANES];
@@ -174,14 +213,14 @@ void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficie
 }
 
 // True if any element kept its old value.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, bool NARROW, typename T>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, typename T>
 bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T> k) {
   constexpr int width = VectorOf<T>::lanes;
   bool kept = false;
   // As a branch that is hardly ever taken, keeping old values costs next to nothing.
   const auto updated = [&](auto element, const auto& draft, auto gradient) {
     const auto old = element;
-    const auto room = update<MOMENTUM, RMS, DECAY, NARROW>(element, draft, gradient, k);
+    const auto room = update<MOMENTUM, RMS, DECAY>(element, draft, gradient, k);
     if (__builtin_expect(any_negative(room), 0)) {
       keep(old, room, element);
       kept = true;
@@ -221,6 +260,79 @@ bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T>
     x[i] = element.x;
     if constexpr (MOMENTUM) m[i] = element.m;
     if constexpr (RMS) v[i] = element.v;
+  }
+  return kept;
+}
+
+// The same a quantum at a time, as columns of codes are stored, with all columns asked for ahead.
+template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, typename M, typename V>
+__attribute__((noinline)) bool update_quanta(Plain<float> x, M m, V v, Plain<float> g, int64_t n,
+                                             const Coefficients<float> k, Noise& noise, int64_t first) {
+  const auto old_at = [&](int64_t i) {
+    return Element<Floats>{x.load(i), MOMENTUM ? m.load(i) : Floats{}, RMS ? v.load(i) : Floats{}};
+  };
+  const auto draft_at = [&](int64_t i) { return draft<COORDINATE, RMS>(RMS ? v.load(i) : Floats{}, g.load(i), k); };
+  bool kept = false;
+  const int64_t whole = n - n % QUANTUM;
+  Quantum<Floats> ahead_v = {}, divisor = {};
+  const auto draft_quantum = [&](int64_t i, int j) {
+    const Draft<Floats> made = draft_at(i + j * WIDTH);
+    ahead_v[j] = made.v;
+    divisor[j] = made.divisor;
+  };
+  if (whole > 0) {
+    NGN_EACH_VECTOR(j) draft_quantum(0, j);
+  }
+  auto v_scale = v.scale(ahead_v);
+  for (int64_t i = 0; i < whole; i += QUANTUM) {
+    x.prefetch(i + PREFETCH);
+    g.prefetch(i + PREFETCH);
+    if constexpr (MOMENTUM) m.prefetch(i + PREFETCH);
+    if constexpr (RMS) v.prefetch(i + PREFETCH);
+    const int64_t next = i + QUANTUM < whole ? i + QUANTUM : i;
+    Quantum<Floats> new_x, new_m, new_v;
+    bool kept_here = false;
+    NGN_EACH_VECTOR(j) {
+      const int64_t at = i + j * WIDTH;
+      Element<Floats> element = {x.load(at), MOMENTUM ? m.load(at) : Floats{}, Floats{}};
+      const Draft<Floats> draft = {ahead_v[j], divisor[j]};
+      const auto room = update<MOMENTUM, RMS, DECAY, true>(element, draft, g.load(at), k);
+      if (__builtin_expect(any_negative(room), 0)) {
+        keep(old_at(at), room, element);
+        kept_here = true;
+      }
+      new_x[j] = element.x;
+      new_m[j] = element.m;
+      new_v[j] = element.v;
+      draft_quantum(next, j);
+    }
+    if (__builtin_expect(kept_here, 0)) {
+      kept = true;
+      v_scale = v.scale(new_v);
+    }
+    const Quantum<Words> random = noise.of(first + i);
+    x.store(i, QUANTUM, new_x, nullptr, random);
+    if constexpr (MOMENTUM) m.store(i, QUANTUM, new_m, m.scale(new_m), random);
+    if constexpr (RMS) v.store(i, QUANTUM, new_v, v_scale, random);
+    v_scale = v.scale(ahead_v);
+  }
+  if (whole < n) {
+    // A copy in which the last element is repeated has the same scale, and keeps an element only if that one does.
+    const int64_t rest = n - whole;
+    Quantum<Floats> copy[4] = {};
+    const auto repeat = [&](auto column, bool present, Quantum<Floats>& to) {
+      float values[QUANTUM];
+      for (int64_t j = 0; present && j < QUANTUM; ++j) values[j] = column[whole + (j < rest ? j : rest - 1)];
+      std::memcpy(&to, values, sizeof(to));
+      return Plain<float>{reinterpret_cast<float*>(&to)};
+    };
+    kept |= update_quanta<MOMENTUM, COORDINATE, RMS, DECAY>(repeat(x, true, copy[0]), repeat(m, MOMENTUM, copy[1]),
+                                                            repeat(v, RMS, copy[2]), repeat(g, true, copy[3]), QUANTUM,
+                                                            k, noise, first);
+    const Quantum<Words> random = noise.of(first + whole);
+    x.store(whole, rest, copy[0], nullptr, random);
+    if constexpr (MOMENTUM) m.store(whole, rest, copy[1], m.scale(copy[1]), random);
+    if constexpr (RMS) v.store(whole, rest, copy[2], v.scale(copy[2]), random);
   }
   return kept;
 }
@@ -333,17 +445,19 @@ void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int thre
       bucket.partials[i] = {};
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      auto x = column_of<NARROW, T>(row.x, bucket.x_type, row.remainder, bucket.rounding);
-      auto v = column_of<NARROW, T>(row.v, bucket.v_type, row.v_scale);
       Column<T> g(row.g, bucket.g_type, k.gradient_scale);
       double weighted[LANES] = {}, alignment[LANES] = {};
       const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
-      for (int64_t begin = chunk.begin; begin < end; begin += BLOCK) {
-        const int64_t n = end - begin < BLOCK ? end - begin : BLOCK;
-        reduce_block<RMS, REGULARISED, T>(REGULARISED ? x.in(begin, n) : nullptr,
-                                          RMS ? v.in(begin, n) : nullptr, g.in(begin, n), n, k,
-                                          weighted, alignment);
-      }
+      with_x<REGULARISED && NARROW, T>(bucket, row, [&](auto& x) {
+        with_v<RMS && NARROW, T>(bucket, row, [&](auto& v) {
+          for (int64_t begin = chunk.begin; begin < end; begin += BLOCK) {
+            const int64_t n = end - begin < BLOCK ? end - begin : BLOCK;
+            const auto x_in = REGULARISED ? x.in(begin, n) : decltype(x.in(0, 0)){};
+            const auto v_in = RMS ? v.in(begin, n) : decltype(v.in(0, 0)){};
+            reduce_block<RMS, REGULARISED, T>(x_in, v_in, g.in(begin, n), n, k, weighted, alignment);
+          }
+        });
+      });
       const Group& group = bucket.groups[row.group];
       const double copies = static_cast<double>(row.copies);
       const double sum = k.unit * sum_lanes(weighted) / copies;
@@ -387,34 +501,35 @@ bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, 
       const TensorRow row = row_of(bucket, chunk.row);
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      auto x = column_of<NARROW, T>(row.x, bucket.x_type, row.remainder, bucket.rounding);
-      auto m = column_of<NARROW, T>(row.m, bucket.m_type, row.m_scale);
-      auto v = column_of<NARROW, T>(row.v, bucket.v_type, row.v_scale, Rounding::stochastic);
       Column<T> g(row.g, bucket.g_type, k.gradient_scale);
-      const bool in_place = x.in_place() && (!MOMENTUM || m.in_place()) && (!RMS || v.in_place()) && g.in_place();
-      const int64_t block = in_place && !NARROW ? CHUNK : BLOCK;
-      bool kept_here = false;
+      Noise noise(row.noise_key, static_cast<int64_t>(*row.step) + 1, row.first);
       const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
-      for (int64_t begin = chunk.begin; begin < end; begin += block) {
-        const int64_t n = end - begin < block ? end - begin : block;
-        kept_here |= with_flag(k.decay != 0, [&](auto decay) {
-          return update_block<MOMENTUM, COORDINATE, RMS, decay.value, NARROW, T>(
-              x.in(begin, n), MOMENTUM ? m.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr,
-              g.in(begin, n), n, k);
+      bool kept_here = false;
+      with_x<NARROW, T>(bucket, row, [&](auto& x) {
+        with_state<MOMENTUM, RMS, NARROW, T>(bucket, row, [&](auto& m, auto& v) {
+          const bool in_place = x.in_place() && (!MOMENTUM || m.in_place()) && (!RMS || v.in_place()) && g.in_place();
+          const int64_t block = in_place ? CHUNK : BLOCK;
+          for (int64_t begin = chunk.begin; begin < end; begin += block) {
+            const int64_t n = end - begin < block ? end - begin : block;
+            const auto x_in = x.in(begin, n);
+            const auto m_in = MOMENTUM ? m.in(begin, n) : decltype(m.in(0, 0)){};
+            const auto v_in = RMS ? v.in(begin, n) : decltype(v.in(0, 0)){};
+            const auto g_in = g.in(begin, n);
+            kept_here |= with_flag(k.decay != 0, [&](auto decay) {
+              if constexpr (NARROW) {
+                return update_quanta<MOMENTUM, COORDINATE, RMS, decay.value>(x_in, m_in, v_in, g_in, n, k, noise,
+                                                                             begin);
+              } else {
+                return update_block<MOMENTUM, COORDINATE, RMS, decay.value, T>(x_in.data, m_in.data, v_in.data,
+                                                                               g_in.data, n, k);
+              }
+            });
+            x.out(begin, n, noise);
+            if constexpr (MOMENTUM) m.out(begin, n, noise);
+            if constexpr (RMS) v.out(begin, n, noise);
+          }
         });
-        if constexpr (NARROW) {
-          alignas(64) uint32_t noise[BLOCK + WIDTH], x_noise[BLOCK];
-          make_noise(row.first + begin, n, row.noise_key, static_cast<int64_t>(*row.step) + 1, noise);
-          if (bucket.rounding == Rounding::stochastic) other_noise(noise, n, x_noise);
-          x.out(begin, n, x_noise);
-          if (MOMENTUM) m.out(begin, n, noise);
-          if (RMS) v.out(begin, n, noise);
-        } else {
-          x.out(begin, n);
-          if (MOMENTUM) m.out(begin, n);
-          if (RMS) v.out(begin, n);
-        }
-      }
+      });
       if (kept_here) kept.store(true, std::memory_order_relaxed);
     };
   });
@@ -453,25 +568,36 @@ void apply(const Bucket& bucket, const Rule& rule, int threads, bool last) {
   }
 }
 
-// One column of numbers through a format, a block at a time, as apply() and reduce() do it.
+template <typename F>
+void with_encoded(const Encoded& column, F&& f) {
+  const auto coded = [&](auto format) {
+    using Column = Coded<decltype(format)>;
+    f(Column{static_cast<typename Column::Code*>(column.data), static_cast<typename Column::Beside*>(column.scales)});
+  };
+  if (column.type == DType::int8) return coded(Int8{});
+  if (column.type == DType::uint8) return coded(UInt8{});
+  if (column.rounding == Rounding::stochastic) return coded(Bfloat16<Rounding::stochastic>{});
+  return coded(Bfloat16<Rounding::nearest>{});
+}
+
+// One column of numbers through a format, as apply() and reduce() do it.
 void encode(const float* values, int64_t numel, int64_t noise_key, int64_t step_count, int64_t first,
             Encoded column) {
-  NarrowColumn to(column.data, column.type, column.scales, column.rounding);
-  for (int64_t begin = 0; begin < numel; begin += BLOCK) {
-    const int64_t n = numel - begin < BLOCK ? numel - begin : BLOCK;
-    alignas(64) uint32_t noise[BLOCK + WIDTH];
-    make_noise(first + begin, n, noise_key, step_count, noise);
-    std::memcpy(to.in(begin, n), values + begin, static_cast<size_t>(n) * sizeof(float));
-    to.out(begin, n, noise);
-  }
+  Noise noise(noise_key, step_count, first);
+  with_encoded(column, [&](auto to) {
+    for (int64_t i = 0; i < numel; i += QUANTUM) {
+      const int64_t n = numel - i < QUANTUM ? numel - i : QUANTUM;
+      Quantum<Floats> quantum = {};
+      std::memcpy(&quantum, values + i, static_cast<size_t>(n) * sizeof(float));
+      to.store(i, n, quantum, to.scale(quantum), noise.of(i));
+    }
+  });
 }
 
 void decode(Encoded column, int64_t numel, float* values) {
-  NarrowColumn from(column.data, column.type, column.scales, column.rounding);
-  for (int64_t begin = 0; begin < numel; begin += BLOCK) {
-    const int64_t n = numel - begin < BLOCK ? numel - begin : BLOCK;
-    std::memcpy(values + begin, from.in(begin, n), static_cast<size_t>(n) * sizeof(float));
-  }
+  with_encoded(column, [&](auto from) {
+    for (int64_t i = 0; i < numel; ++i) values[i] = from[i];
+  });
 }
 
 bool runs_here() {

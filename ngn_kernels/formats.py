@@ -2,7 +2,7 @@
 
 Every code is integer arithmetic on float32 patterns, or a product with a power of two, so that every
 backend has the same bits. Noise is a hash of (parameter, step, element) and no generator's state.
-docs/precision.md says which to choose; csrc/formats.h has the same functions by the same names.
+docs/precision.md says which to choose; csrc/formats.h has the same codes, a type for each.
 """
 
 from __future__ import annotations
