@@ -31,6 +31,7 @@ from helpers import (
 from pair import Pair
 from torch.nn import Parameter
 
+import ngn_kernels
 from ngn_kernels import SkippedStepWarning
 
 pytestmark = pytest.mark.essential
@@ -347,3 +348,24 @@ def test_float32_state_of_float64_parameters_overflows(
         assert after[name][1] == old[1], f"{name} of the element that overflows has moved"
     assert (after["x"] != before["x"]).tolist() == [True, False, True]
     assert int(optimizer.skipped_steps) == 1
+
+
+@pytest.mark.parametrize("algorithm", ["NGND", "NGNMDv2"])
+def test_no_step_where_lr_and_height_are_0(algorithm: str, backend: str) -> None:
+    """gamma would be 0/0 for each coordinate: it is 0, and that is no bad number."""
+    p = Parameter(torch.ones(70))
+    p.grad = torch.ones_like(p)
+    optimizer = getattr(ngn_kernels, algorithm)([p], lr=0.0, backend=backend)
+    optimizer.step(loss=0.0)
+    assert torch.equal(p.detach(), torch.ones(70))
+    assert int(optimizer.skipped_steps) == 0
+
+
+def test_an_overflow_explains_a_bad_loss(backend: str) -> None:
+    """Where both are there, the scaler's overflow is the reason that is told."""
+    p = Parameter(torch.ones(3))
+    p.grad = torch.ones_like(p)
+    optimizer = ngn_kernels.NGNM([p], backend=backend)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.ones(())
+    with pytest.warns(SkippedStepWarning, match="scaler found an overflow"):
+        optimizer.step(loss=float("inf"))

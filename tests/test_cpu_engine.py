@@ -428,3 +428,17 @@ def test_rule_h_is_ready_for_a_device(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "sqrt.rn.f32" in (tmp_path / "device.ptx").read_text()
+
+
+def test_step_counts_of_neighbours_differ() -> None:
+    """Rows of one group lie side by side, each with the bias correction of its own count."""
+    results = []
+    for backend in ("reference", "cpu"):
+        params = [torch.nn.Parameter(torch.ones(40)) for _ in range(3)]
+        optimizer = ngn_kernels.NGNMDv1(params, lr=0.1, backend=backend)
+        for taking_part in (params[:1], params[:2], params):
+            for p in params:
+                p.grad = torch.linspace(1, 2, 40) if any(p is q for q in taking_part) else None
+            optimizer.step(loss=1.0)
+        results.append(torch.stack([p.detach() for p in params]))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)

@@ -440,7 +440,7 @@ RANKS = of(
         "ranks-sums-counted-per-bucket",
         "            sums[:] = 0.0\n",
         "",
-        "tests/ranks/test_layouts.py -k 'mixed-2 and NGNM'",
+        "tests/ranks/test_troubles.py -k several_buckets",
         "the sums of all ranks replace those of the buckets",
     ),
 ) + of(
@@ -746,7 +746,7 @@ RULE_H = of(
         "rule-0-by-0-of-coordinates",
         "k.flatness = static_cast<T>(larger > 0 ? two_h / larger : 0);",
         "k.flatness = static_cast<T>(two_h / larger);",
-        "tests/test_conformance.py -k 'limits_of_the_loss and cpu and NGND'",
+        "tests/test_atomic.py -k 'lr_and_height_are_0 and cpu'",
         "gamma is 0 where it would be 0/0",
     ),
     (
@@ -781,7 +781,7 @@ RULE_H = of(
         "rule-overflow-told-as-a-bad-loss",
         "  if (inputs.found_inf != 0) {\n",
         "  if (inputs.found_inf != 0 && is_finite(h)) {\n",
-        "tests/test_amp.py -k 'overflow and cpu'",
+        "tests/test_atomic.py -k 'explains_a_bad_loss and cpu'",
         "the reason that is told is the first that holds",
     ),
     (
@@ -866,7 +866,7 @@ CPU = of(
         "cpu-coefficients-of-another-count",
         "if (row.group != group_ || count != count_) {",
         "if (row.group != group_) {",
-        "tests/test_checkpoints.py tests/test_conformance.py -k 'stands_still and cpu and NGNMDv'",
+        "tests/test_cpu_engine.py -k counts_of_neighbours_differ",
         "each parameter has a step count of its own",
     ),
     (
@@ -880,7 +880,7 @@ CPU = of(
         "cpu-noise-of-the-first-block",
         "make_noise(row.first + begin, n, row.noise_key",
         "make_noise(row.first, n, row.noise_key",
-        "tests/test_narrow.py tests/test_rounding.py -k 'steps_from_identical_state or neighbour'",
+        "tests/test_rounding.py -k round_to_the_same_bits",
         "noise depends on the element, and on no block",
     ),
     (

@@ -52,6 +52,11 @@ def test_a_rank_with_nothing_to_do_takes_part(ranks: Callable[[int], Pool]) -> N
     assert others == [(True, shrink)]
 
 
+def test_several_buckets_are_summed_once(ranks: Callable[[int], Pool]) -> None:
+    for shared, alone in ranks(2).run(MODULE, "several_buckets"):
+        assert shared == alone == 2 / (2 + 0.5 * 24)
+
+
 def test_a_rank_that_never_comes(ranks: Callable[[int], Pool]) -> None:
     waiting, _ = ranks(2).run(MODULE, "one_never_comes")
     assert "NGNM.step() waited for the numbers of the other 1 ranks" in waiting

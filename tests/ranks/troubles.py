@@ -201,6 +201,20 @@ def one_has_nothing() -> tuple[bool, float | None]:
     return torch.equal(p, q), None if shrink is None else float(shrink)
 
 
+def several_buckets() -> tuple[float, float]:
+    """rho of two replicas with parameters of two types, and of one process."""
+    found = []
+    for group in ("auto", None):
+        params = [Parameter(torch.ones(3, dtype=t)) for t in (torch.float32, torch.float64)]
+        optimizer = NGNM(params, lr=0.5, reduce_group=group)
+        for p in params:
+            p.grad = torch.full_like(p, 2.0)
+        optimizer.step(loss=1.0)
+        assert optimizer.shrink is not None
+        found.append(float(optimizer.shrink))
+    return found[0], found[1]
+
+
 def one_never_comes() -> str:
     group = dist.new_group()
     _set_pg_timeout(
