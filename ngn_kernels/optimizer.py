@@ -337,8 +337,8 @@ class NGNOptimizer(Optimizer):
         """With the ranks of a group; messages begin and end where the first parameter lies."""
         home, talk = any_device(self.param_groups), self._talk
         if talk is None or talk.group is not group or talk.home != home:
-            talk = self._talk = Exchange(self._ranks, group, type(self).__name__, home)
-            talk.check_loss = self._check_height
+            name, check = type(self).__name__, self._check_height
+            talk = self._talk = Exchange(self._ranks, group, name, home, check)
         talk.begin()
         return talk
 

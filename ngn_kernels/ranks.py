@@ -109,6 +109,9 @@ class Agreement:
         self.checksum = float(int.from_bytes(digest, "big"))
 
 
+NOTHING_AGREED = Agreement({})
+
+
 def array_of(tensor: Tensor) -> Any:
     """A tensor for arithmetic on a few numbers: on the host numpy takes a fraction of the time."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
@@ -121,13 +124,20 @@ def on_host(array: Any) -> bool:
 class Exchange:
     """The talk of a group's ranks: one step's, in memory that is kept for the next."""
 
-    def __init__(self, ranks: Ranks, group: Any, name: str, home: torch.device) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        group: Any,
+        name: str,
+        home: torch.device,
+        check_loss: Callable[[float], None],
+    ) -> None:
         self.ranks = ranks
         self.group = group
         self.name = name
         self.home = home
         self.size = dist.get_world_size(group)
-        self.check_loss: Callable[[float], None]
+        self.check_loss = check_loss
         self._sent = torch.zeros(len(Message), dtype=float_type(home), device=home)
         wire = self._device()
         self._wired = self._sent if wire == home else torch.zeros_like(self._sent, device=wire)
@@ -137,7 +147,7 @@ class Exchange:
 
     def begin(self) -> None:
         """Forget the step before."""
-        self.agreement = Agreement({})
+        self.agreement = NOTHING_AGREED
         self.has_gradients = True
         self.problem: Exception | None = None
         self._begun = False

@@ -112,7 +112,8 @@ class Life:
 
     # Steps
 
-    def give_gradients(self, rng: random.Random, scale: float = 1.0) -> None:
+    def give_gradients(self, rng: random.Random, scale: float = 1.0) -> bool:
+        """False if every parameter is frozen: then there is none."""
         size = rng.choice((1e-3, 0.1, 1.0))
         for p in self.params:
             p.grad = None
@@ -127,6 +128,7 @@ class Life:
             elif roll < 0.13:
                 grad = grad.new_full((), size * scale).expand(p.shape)
             p.grad = grad
+        return any(p.grad is not None for p in self.params)
 
     def new_loss(self, rng: random.Random) -> float:
         height = rng.choice((0.0, 1e-3, 0.5, 2.0, 30.0))
@@ -562,20 +564,18 @@ def a_step_in_inference_mode(life: Life, rng: random.Random) -> None:
 
 
 @event()
-def a_bad_loss(life: Life, rng: random.Random) -> None:
-    life.give_gradients(rng)
-    if all(p.grad is None for p in life.params):
-        return
+def a_bad_loss(life: Life, rng: random.Random) -> Any:
+    if not life.give_gradients(rng):
+        return False
     with life.nothing_changes():
         life.skip(lambda: life.optimizer.step(loss=rng.choice((NAN, INF, -INF))))
     life.take(rng)
 
 
 @event()
-def an_overflow_of_the_scaler(life: Life, rng: random.Random) -> None:
-    life.give_gradients(rng)
-    if all(p.grad is None for p in life.params):
-        return
+def an_overflow_of_the_scaler(life: Life, rng: random.Random) -> Any:
+    if not life.give_gradients(rng):
+        return False
     life.optimizer.grad_scale, life.optimizer.found_inf = torch.tensor(4.0), torch.ones(())
     try:
         with life.nothing_changes():
@@ -611,10 +611,9 @@ def a_bad_gradient(life: Life, rng: random.Random) -> Any:
 
 
 @event()
-def a_step_is_refused(life: Life, rng: random.Random) -> None:
-    life.give_gradients(rng)
-    if all(p.grad is None for p in life.params):
-        return
+def a_step_is_refused(life: Life, rng: random.Random) -> Any:
+    if not life.give_gradients(rng):
+        return False
     optimizer = life.optimizer
     below = optimizer.loss_floor - 1.0
     with life.nothing_changes():
