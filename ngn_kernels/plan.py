@@ -283,7 +283,7 @@ class Plan:
                 bucket.note_active()
             if bucket.gradients is not None:
                 bucket.gradients.send()
-            if bucket.backend.name == "reference":
+            if bucket.backend.takes_tensors:
                 for row in bucket.rows:
                     row.hold_gradient()
         for row in self._copies:
@@ -294,7 +294,7 @@ class Plan:
     def finish(self) -> None:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
         for bucket in self.buckets:
-            if bucket.backend.name == "reference":
+            if bucket.backend.takes_tensors:
                 for row in bucket.rows:
                     row.held = None
             else:

@@ -17,6 +17,7 @@ class Backend(Protocol):
     """Two passes over a bucket. Neither returns anything to Python or waits for the device."""
 
     name: str
+    takes_tensors: bool  # of rows, rather than addresses from their table
 
     def unfit(self, key: BucketKey) -> str | None:
         """Why this backend cannot serve such a bucket, or None."""

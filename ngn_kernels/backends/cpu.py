@@ -19,6 +19,7 @@ from . import Unavailable, is_real_float
 
 class CpuBackend:
     name = "cpu"
+    takes_tensors = False
 
     def __init__(self, extension: Any) -> None:
         self.extension = extension

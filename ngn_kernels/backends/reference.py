@@ -241,6 +241,7 @@ def old(column: Held | None) -> Tensor | None:
 
 class ReferenceBackend:
     name = "reference"
+    takes_tensors = True
 
     def unfit(self, key: BucketKey) -> str | None:
         for what, dtype in (("parameters", key.param), ("gradients", key.grad)):

@@ -116,6 +116,7 @@ class Tables:
 
 class TritonBackend:
     name = "triton"
+    takes_tensors = False
 
     def __init__(self, kernels: Any, target: Callable[[], Any], device_type: str = "cuda") -> None:
         """The module of kernels, how to learn what is compiled for, and where tensors must be."""
