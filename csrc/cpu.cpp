@@ -61,7 +61,7 @@ class Column {
     });
   }
 
- protected:
+ private:
   char* data_;
   DType type_;
   T factor_;
@@ -69,81 +69,127 @@ class Column {
   alignas(64) T stage_[BLOCK];
 };
 
-// The same with the formats that take more than a cast; `beside` are scales or remainders.
-class NarrowColumn : public Column<float> {
- public:
-  NarrowColumn(void* data, DType type, void* beside, Rounding rounding)
-      : Column<float>(data, type), beside_(beside), rounding_(rounding) {}
+// A row's last elements, fewer than a quantum, in a copy that is a whole one.
+struct Tail {
+  alignas(64) char codes[QUANTUM * sizeof(double)];
+  alignas(64) char remainders[QUANTUM * sizeof(int16_t)];
+};
 
-  float* in(int64_t begin, int64_t n) {
-    if (in_place_) return reinterpret_cast<float*>(data_) + begin;
-    char* address = data_ + begin * size_of(type_);
-    switch (type_) {
-      case DType::int8:
-        decode_m(reinterpret_cast<int8_t*>(address), scales<float>(begin), n, stage_);
-        return stage_;
-      case DType::uint8:
-        decode_v(reinterpret_cast<uint8_t*>(address), scales<uint32_t>(begin), n, stage_);
-        return stage_;
-      case DType::bfloat16:
-        if (rounding_ == Rounding::exact) {
-          join_bfloat16(reinterpret_cast<uint16_t*>(address), static_cast<int16_t*>(beside_) + begin, n, stage_);
-        } else {
-          decode_bfloat16(reinterpret_cast<uint16_t*>(address), n, stage_);
-        }
-        return stage_;
-      default: return Column<float>::in(begin, n);
+// A column that is loaded and stored a quantum at a time, as float32. Its type is asked anew each time: a branch
+// that always goes the same way costs little, and the loops need not be compiled for each set of types.
+class QuantumColumn {
+ public:
+  // `beside` are scales or remainders.
+  QuantumColumn(const void* data, DType type, void* beside, Rounding rounding)
+      : data_(static_cast<char*>(const_cast<void*>(data))), beside_(static_cast<char*>(beside)), type_(type),
+        rounding_(rounding) {}
+
+  bool is_stochastic() const { return rounding_ == Rounding::stochastic; }
+
+  NGN_INLINE Quantum<Floats> load(int64_t i) const {
+    if (type_ == DType::float32) {
+      Quantum<Floats> value;
+      NGN_EACH_VECTOR(j) value[j] = ngn::load(at<float>(i) + j * WIDTH);
+      return value;
+    }
+    if (type_ == DType::bfloat16) {
+      return rounding_ == Rounding::exact ? join_bfloat16(at<uint16_t>(i), remainder(i)) : decode_bfloat16(at<uint16_t>(i));
+    }
+    if (type_ == DType::int8) return decode_m(at<int8_t>(i), *scale_at<float>(i));
+    if (type_ == DType::uint8) return decode_v(at<uint8_t>(i), *scale_at<uint32_t>(i));
+    return load_elements(at<char>(i), type_);
+  }
+
+  NGN_INLINE Quantum<Floats> load_scaled(int64_t i, float factor) const {
+    Quantum<Floats> value = load(i);
+    if (__builtin_expect(factor != 1, 0)) {
+      NGN_EACH_VECTOR(j) value[j] *= factor;
+    }
+    return value;
+  }
+
+  // What the codes of a quantum depend on, given the largest magnitude in each lane of it: it takes long enough
+  // to be worth asking for ahead of store().
+  NGN_INLINE Scale scale_of(const Quantum<Floats>& value, Words most) const {
+    if (type_ == DType::int8) return {exponent_of_m(most), true};
+    if (type_ == DType::uint8) return scale_of_v(value, most);
+    return {};
+  }
+
+  NGN_INLINE void store(int64_t i, const Quantum<Floats>& value, Scale scale, const Quantum<Words>& noise) const {
+    if (type_ == DType::float32) {
+      NGN_EACH_VECTOR(j) ngn::store(at<float>(i) + j * WIDTH, value[j]);
+    } else if (type_ == DType::bfloat16) {
+      if (rounding_ == Rounding::exact) {
+        split_bfloat16(value, at<uint16_t>(i), remainder(i));
+      } else if (rounding_ == Rounding::stochastic) {
+        stochastic_bfloat16(value, noise, at<uint16_t>(i));
+      } else {
+        nearest_bfloat16(value, at<uint16_t>(i));
+      }
+    } else if (type_ == DType::int8) {
+      *scale_at<float>(i) = bit_cast<float>(scale.word << 23);
+      encode_m(value, scale.word, noise, at<int8_t>(i));
+    } else if (type_ == DType::uint8) {
+      *scale_at<uint32_t>(i) = scale.word;
+      if (__builtin_expect(scale.plain, 1)) {
+        encode_v<true>(value, scale.word, noise, at<uint8_t>(i));
+      } else {
+        encode_v<false>(value, scale.word, noise, at<uint8_t>(i));
+      }
+    } else {
+      encode_float16(value, is_stochastic(), noise, at<char>(i));
     }
   }
 
-  void out(int64_t begin, int64_t n, const uint32_t* noise) {
-    if (in_place_) return;
-    char* address = data_ + begin * size_of(type_);
-    auto* halves = reinterpret_cast<uint16_t*>(address);
-    for (int64_t i = n; i % QUANTUM != 0; ++i) stage_[i] = 0;
-    if (type_ == DType::int8) {
-      encode_m(stage_, noise, n, reinterpret_cast<int8_t*>(address), scales<float>(begin));
-    } else if (type_ == DType::uint8) {
-      encode_v(stage_, noise, n, reinterpret_cast<uint8_t*>(address), scales<uint32_t>(begin));
-    } else if (type_ == DType::bfloat16 && rounding_ == Rounding::exact) {
-      split_bfloat16(stage_, n, halves, static_cast<int16_t*>(beside_) + begin);
-    } else if (type_ == DType::bfloat16 && rounding_ == Rounding::stochastic) {
-      stochastic_bfloat16(stage_, noise, n, halves);
-    } else if (type_ == DType::float16 && rounding_ == Rounding::stochastic) {
-      stochastic_float16(stage_, noise, n, halves);
-    } else if (type_ == DType::bfloat16) {
-      nearest_bfloat16(stage_, n, halves);
-    } else {
-      Column<float>::out(begin, n);
+  // The first quantum.
+  void copy_to(float* to, float factor = 1) const {
+    const Quantum<Floats> value = load_scaled(0, factor);
+    NGN_EACH_VECTOR(j) ngn::store(to + j * WIDTH, value[j]);
+  }
+
+  // The n elements from i on as a quantum in which the last one is repeated: that changes no scale.
+  QuantumColumn tail(int64_t i, int64_t n, Tail& copy) const {
+    const auto fill = [n](char* to, const char* from, int64_t size) {
+      std::memcpy(to, from, static_cast<size_t>(n * size));
+      for (int64_t j = n; j < QUANTUM; ++j) std::memcpy(to + j * size, to + (n - 1) * size, static_cast<size_t>(size));
+    };
+    QuantumColumn column = *this;
+    if (!data_) return column;
+    fill(copy.codes, at<char>(i), size_);
+    column.data_ = copy.codes;
+    if (rounding_ == Rounding::exact) {
+      fill(copy.remainders, reinterpret_cast<char*>(remainder(i)), sizeof(int16_t));
+      column.beside_ = copy.remainders;
+    } else if (beside_) {
+      column.beside_ = reinterpret_cast<char*>(scale_at<float>(i));
     }
+    return column;
+  }
+
+  void put_back(int64_t i, int64_t n, const Tail& copy) const {
+    if (!data_) return;
+    std::memcpy(at<char>(i), copy.codes, static_cast<size_t>(n * size_));
+    if (rounding_ == Rounding::exact) std::memcpy(remainder(i), copy.remainders, static_cast<size_t>(n) * sizeof(int16_t));
   }
 
  private:
-  template <typename Scale>
-  Scale* scales(int64_t begin) const {
-    return static_cast<Scale*>(beside_) + begin / QUANTUM;
+  template <typename Code>
+  Code* at(int64_t i) const {
+    return reinterpret_cast<Code*>(data_ + i * size_);
   }
+  template <typename Word>
+  Word* scale_at(int64_t i) const {
+    return reinterpret_cast<Word*>(beside_) + i / QUANTUM;
+  }
+  int16_t* remainder(int64_t i) const { return reinterpret_cast<int16_t*>(beside_) + i; }
 
-  void* beside_;
+  char* data_;
+  char* beside_;
+  DType type_;
   Rounding rounding_;
+  int64_t size_ = size_of(type_);
 };
-
-template <bool NARROW, typename T>
-auto column_of(void* data, DType type, void* beside, Rounding rounding = Rounding::nearest) {
-  if constexpr (NARROW) {
-    return NarrowColumn(data, type, beside, rounding);
-  } else {
-    return Column<T>(data, type);
-  }
-}
-
-// Ask for the lines of LANES elements a page ahead: the processor by itself stops at the end of a page.
-template <typename T>
-void prefetch_lanes(const T* from) {
-  constexpr uintptr_t page = 4096, line = 64;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(from) + page;
-  for (uintptr_t at = 0; at < LANES * sizeof(T); at += line) __builtin_prefetch(reinterpret_cast<void*>(begin + at));
-}
 
 // Full groups of LANES as vectors, the rest as scalars, through the same element function.
 template <bool RMS, bool REGULARISED, typename T>
@@ -153,7 +199,6 @@ void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficie
   Vec<T> weighted_vector[vectors] = {}, alignment_vector[vectors] = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
-    if constexpr (!RMS) prefetch_lanes(g + i);  // with a root and a quotient there is time enough
     for (int j = 0; j < vectors; ++j) {
       const int64_t at = i + j * width;
       contribute<RMS, REGULARISED>(REGULARISED ? load(x + at) : Vec<T>{}, RMS ? load(v + at) : Vec<T>{},
@@ -173,15 +218,39 @@ void reduce_block(const T* x, const T* v, const T* g, int64_t n, const Coefficie
   }
 }
 
+// The same a quantum at a time, whole ones from `begin` to `end`.
+template <bool RMS, bool REGULARISED>
+void reduce_quanta(const QuantumColumn& x, const QuantumColumn& v, const QuantumColumn& g, int64_t begin, int64_t end,
+                   const Coefficients<float> k, double* weighted, double* alignment) {
+  constexpr int vectors = LANES / WIDTH;
+  Floats weighted_vector[vectors] = {}, alignment_vector[vectors] = {};
+  for (int64_t i = begin; i < end; i += QUANTUM) {
+    const Quantum<Floats> gradient = g.load_scaled(i, k.gradient_scale);
+    Quantum<Floats> old_x = {}, old_v = {};
+    if constexpr (REGULARISED) old_x = x.load(i);
+    if constexpr (RMS) old_v = v.load(i);
+    NGN_EACH_VECTOR(j) {
+      contribute<RMS, REGULARISED>(old_x[j], old_v[j], gradient[j], k, weighted_vector[j % vectors],
+                                   alignment_vector[j % vectors]);
+    }
+  }
+  float lane[LANES];
+  std::memcpy(lane, weighted_vector, sizeof(lane));
+  for (int j = 0; j < LANES; ++j) weighted[j] += lane[j];
+  std::memcpy(lane, alignment_vector, sizeof(lane));
+  for (int j = 0; j < LANES; ++j) alignment[j] += lane[j];
+}
+
 // True if any element kept its old value.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, bool NARROW, typename T>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, typename T>
 bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T> k) {
   constexpr int width = VectorOf<T>::lanes;
   bool kept = false;
   // As a branch that is hardly ever taken, keeping old values costs next to nothing.
   const auto updated = [&](auto element, const auto& draft, auto gradient) {
     const auto old = element;
-    const auto room = update<MOMENTUM, RMS, DECAY, NARROW>(element, draft, gradient, k);
+    update<MOMENTUM, DECAY>(element, draft, gradient, k);
+    const auto room = room_of<MOMENTUM, RMS, false>(element, k);
     if (__builtin_expect(any_negative(room), 0)) {
       keep(old, room, element);
       kept = true;
@@ -225,13 +294,73 @@ bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T>
   return kept;
 }
 
-bool is_narrow(const Bucket& bucket) {
-  return size_of(bucket.m_type) < 4 || size_of(bucket.v_type) < 4 || bucket.rounding != Rounding::nearest;
+// One quantum with elements that keep their old values. By itself, so that the loop has its registers.
+template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
+__attribute__((noinline)) void update_with_care(QuantumColumn x, QuantumColumn m, QuantumColumn v, QuantumColumn g,
+                                                int64_t i, Coefficients<float> k, Noise noise) {
+  const Quantum<Floats> none = {}, gradient = g.load_scaled(i, k.gradient_scale);
+  Quantum<Floats> new_x = x.load(i), new_m = MOMENTUM ? m.load(i) : none, new_v = RMS ? v.load(i) : none;
+  Words most_m = {}, most_v = {};
+  for (int j = 0; j < VECTORS; ++j) {
+    const Element<Floats> old = {new_x[j], new_m[j], new_v[j]};
+    Element<Floats> element = old;
+    update<MOMENTUM, DECAY>(element, draft<COORDINATE, RMS>(old.v, gradient[j], k), gradient[j], k);
+    keep(old, room_of<MOMENTUM, RMS, true>(element, k), element);
+    new_x[j] = element.x;
+    new_m[j] = element.m;
+    new_v[j] = element.v;
+    most_m = Larger{}(most_m, magnitude(element.m));
+    most_v = Larger{}(most_v, magnitude(element.v));
+  }
+  const Quantum<Words> random = noise.of(i);
+  x.store(i, new_x, {}, x.is_stochastic() ? other_noise(random) : random);
+  if constexpr (RMS) v.store(i, new_v, v.scale_of(new_v, most_v), random);
+  if constexpr (MOMENTUM) m.store(i, new_m, m.scale_of(new_m, most_m), random);
 }
 
-bool computes_in_double(const Bucket& bucket) {
-  return bucket.x_type == DType::float64 || bucket.g_type == DType::float64 ||
-         bucket.m_type == DType::float64 || bucket.v_type == DType::float64;
+// The same a quantum at a time, whole ones from `begin` to `end`.
+template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
+bool update_quanta(QuantumColumn x, QuantumColumn m, QuantumColumn v, const QuantumColumn g, int64_t begin, int64_t end,
+                   const Coefficients<float> k, const Noise noise) {
+  bool kept = false;
+  for (int64_t i = begin; i < end; i += QUANTUM) {
+    const Quantum<Floats> gradient = g.load_scaled(i, k.gradient_scale);
+    Quantum<Floats> new_x, new_m = {}, new_v = {}, divisor;
+    Words most_x = {}, most_m = {}, most_v = {};
+    Scale v_scale = {}, m_scale = {};
+    if constexpr (RMS) new_v = v.load(i);
+    NGN_EACH_VECTOR(j) {
+      const Draft<Floats> made = draft<COORDINATE, RMS>(new_v[j], gradient[j], k);
+      new_v[j] = made.v;
+      divisor[j] = made.divisor;
+      most_v = Larger{}(most_v, words_of(made.v));  // v is never negative
+    }
+    if constexpr (RMS) v_scale = v.scale_of(new_v, most_v);
+    new_x = x.load(i);
+    if constexpr (MOMENTUM) new_m = m.load(i);
+    NGN_EACH_VECTOR(j) {
+      Element<Floats> element = {new_x[j], new_m[j], new_v[j]};
+      update<MOMENTUM, DECAY>(element, Draft<Floats>{new_v[j], divisor[j]}, gradient[j], k);
+      new_x[j] = element.x;
+      new_m[j] = element.m;
+      most_x = Larger{}(most_x, magnitude(element.x));
+      most_m = Larger{}(most_m, magnitude(element.m));
+    }
+    const Element<Floats> most = {floats_of(most_x), floats_of(most_m), floats_of(most_v)};
+    if (__builtin_expect(any_negative(room_of<MOMENTUM, RMS, true>(most, k)), 0)) {
+      kept = true;
+      update_with_care<MOMENTUM, COORDINATE, RMS, DECAY>(x, m, v, g, i, k, noise);
+      continue;
+    }
+    if constexpr (MOMENTUM) m_scale = m.scale_of(new_m, most_m);
+    // Each store frees registers for the next.
+    if (!x.is_stochastic()) x.store(i, new_x, {}, {});
+    const Quantum<Words> random = noise.of(i);
+    if (x.is_stochastic()) x.store(i, new_x, {}, other_noise(random));
+    if constexpr (RMS) v.store(i, new_v, v_scale, random);
+    if constexpr (MOMENTUM) m.store(i, new_m, m_scale, random);
+  }
+  return kept;
 }
 
 double sum_lanes(const double* lanes) {
@@ -324,8 +453,108 @@ void for_each_chunk(int64_t count, int threads, bool reverse, Work&& make_worker
       &shared, team);
 }
 
-template <bool RMS, bool REGULARISED, bool NARROW, typename T>
+// A chunk's elements, loaded and stored as they are, or through a stage.
+template <typename T>
+struct Elements {
+  using Type = T;
+
+  template <bool RMS, bool REGULARISED>
+  static void reduce(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end, const Coefficients<T>& k,
+                     double* weighted, double* alignment) {
+    Column<T> x(row.x, bucket.x_type), v(row.v, bucket.v_type), g(row.g, bucket.g_type, k.gradient_scale);
+    for (; begin < end; begin += BLOCK) {
+      const int64_t n = end - begin < BLOCK ? end - begin : BLOCK;
+      reduce_block<RMS, REGULARISED, T>(REGULARISED ? x.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr,
+                                        g.in(begin, n), n, k, weighted, alignment);
+    }
+  }
+
+  template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
+  static bool apply(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end, const Coefficients<T>& k) {
+    Column<T> x(row.x, bucket.x_type), m(row.m, bucket.m_type), v(row.v, bucket.v_type);
+    Column<T> g(row.g, bucket.g_type, k.gradient_scale);
+    const bool in_place = x.in_place() && (!MOMENTUM || m.in_place()) && (!RMS || v.in_place()) && g.in_place();
+    const int64_t block = in_place ? CHUNK : BLOCK;
+    bool kept = false;
+    for (; begin < end; begin += block) {
+      const int64_t n = end - begin < block ? end - begin : block;
+      kept |= update_block<MOMENTUM, COORDINATE, RMS, DECAY, T>(
+          x.in(begin, n), MOMENTUM ? m.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr, g.in(begin, n), n, k);
+      x.out(begin, n);
+      if (MOMENTUM) m.out(begin, n);
+      if (RMS) v.out(begin, n);
+    }
+    return kept;
+  }
+};
+
+// The same by quanta: types that take more than a cast.
+struct Quanta {
+  using Type = float;
+
+  template <bool RMS, bool REGULARISED>
+  static void reduce(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end,
+                     const Coefficients<float>& k, double* weighted, double* alignment) {
+    const Columns columns(bucket, row);
+    const auto& [x, m, v, g] = columns;
+    const int64_t rest = (end - begin) % QUANTUM, whole = end - rest;
+    for (; begin < whole; begin += BLOCK) {
+      reduce_quanta<RMS, REGULARISED>(x, v, g, begin, whole - begin < BLOCK ? whole : begin + BLOCK, k, weighted,
+                                      alignment);
+    }
+    if (rest > 0) {
+      Tail tail[3];
+      float block[3][QUANTUM];
+      if constexpr (REGULARISED) x.tail(whole, rest, tail[0]).copy_to(block[0]);
+      if constexpr (RMS) v.tail(whole, rest, tail[1]).copy_to(block[1]);
+      g.tail(whole, rest, tail[2]).copy_to(block[2], k.gradient_scale);
+      reduce_block<RMS, REGULARISED, float>(block[0], block[1], block[2], rest, k, weighted, alignment);
+    }
+  }
+
+  template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
+  static bool apply(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end,
+                    const Coefficients<float>& k) {
+    Columns columns(bucket, row);
+    auto& [x, m, v, g] = columns;
+    const int64_t count = static_cast<int64_t>(*row.step) + 1, rest = (end - begin) % QUANTUM, whole = end - rest;
+    constexpr auto update = update_quanta<MOMENTUM, COORDINATE, RMS, DECAY>;
+    bool kept = update(x, m, v, g, begin, whole, k, Noise(row.noise_key, count, row.first));
+    if (rest > 0) {
+      Tail tail[4];
+      kept |= update(x.tail(whole, rest, tail[0]), m.tail(whole, rest, tail[1]), v.tail(whole, rest, tail[2]),
+                     g.tail(whole, rest, tail[3]), 0, QUANTUM, k, Noise(row.noise_key, count, row.first + whole));
+      x.put_back(whole, rest, tail[0]);
+      if constexpr (MOMENTUM) m.put_back(whole, rest, tail[1]);
+      if constexpr (RMS) v.put_back(whole, rest, tail[2]);
+    }
+    return kept;
+  }
+
+ private:
+  struct Columns {
+    Columns(const Bucket& bucket, const TensorRow& row)
+        : x(row.x, bucket.x_type, row.remainder, bucket.rounding), m(row.m, bucket.m_type, row.m_scale, Rounding::nearest),
+          v(row.v, bucket.v_type, row.v_scale, Rounding::stochastic),
+          g(row.g, bucket.g_type, nullptr, Rounding::nearest) {}
+    QuantumColumn x, m, v, g;
+  };
+};
+
+// f(how chunks are worked on)
+template <typename F>
+auto with_way(const Bucket& bucket, F&& f) {
+  const auto narrow = [](DType type) { return size_of(type) < 4; };
+  const DType x = bucket.x_type, g = bucket.g_type, m = bucket.m_type, v = bucket.v_type;
+  const bool wide = x == DType::float64 || g == DType::float64 || m == DType::float64 || v == DType::float64;
+  const bool coded = narrow(m) || narrow(v) || bucket.rounding != Rounding::nearest;
+  if (coded || (!wide && (narrow(x) || narrow(g)))) return f(Quanta{});
+  return wide ? f(Elements<double>{}) : f(Elements<float>{});
+}
+
+template <bool RMS, bool REGULARISED, typename Way>
 void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int threads) {
+  using T = typename Way::Type;
   for_each_chunk(bucket.chunk_count, threads, false, [&] {
     return [&, cache = CoefficientCache<T>(bucket, rule, clip, 1.0)](int64_t i) mutable {
       const Chunk chunk = bucket.chunks[i];
@@ -333,17 +562,9 @@ void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int thre
       bucket.partials[i] = {};
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      auto x = column_of<NARROW, T>(row.x, bucket.x_type, row.remainder, bucket.rounding);
-      auto v = column_of<NARROW, T>(row.v, bucket.v_type, row.v_scale);
-      Column<T> g(row.g, bucket.g_type, k.gradient_scale);
       double weighted[LANES] = {}, alignment[LANES] = {};
       const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
-      for (int64_t begin = chunk.begin; begin < end; begin += BLOCK) {
-        const int64_t n = end - begin < BLOCK ? end - begin : BLOCK;
-        reduce_block<RMS, REGULARISED, T>(REGULARISED ? x.in(begin, n) : nullptr,
-                                          RMS ? v.in(begin, n) : nullptr, g.in(begin, n), n, k,
-                                          weighted, alignment);
-      }
+      Way::template reduce<RMS, REGULARISED>(bucket, row, chunk.begin, end, k, weighted, alignment);
       const Group& group = bucket.groups[row.group];
       const double copies = static_cast<double>(row.copies);
       const double sum = k.unit * sum_lanes(weighted) / copies;
@@ -357,13 +578,9 @@ void reduce(const Bucket& bucket, const Rule& rule, int threads) {
   // A rule without RMS sums unclipped gradients: shrink() applies the clip factor to its sum.
   const double clip = rule.rms ? clip_factor(sum_buckets(bucket).norm, bucket.inputs->max_grad_norm) : 1.0;
   switch_reduce(rule, [&](auto rms, auto regularised) {
-    if (is_narrow(bucket)) {
-      reduce_chunks<rms.value, regularised.value, true, float>(bucket, rule, clip, threads);
-    } else if (computes_in_double(bucket)) {
-      reduce_chunks<rms.value, regularised.value, false, double>(bucket, rule, clip, threads);
-    } else {
-      reduce_chunks<rms.value, regularised.value, false, float>(bucket, rule, clip, threads);
-    }
+    with_way(bucket, [&](auto way) {
+      reduce_chunks<rms.value, regularised.value, decltype(way)>(bucket, rule, clip, threads);
+    });
   });
   Sums total = {};
   for (int64_t i = 0; i < bucket.chunk_count; ++i) {
@@ -378,8 +595,9 @@ void reduce(const Bucket& bucket, const Rule& rule, int threads) {
 }
 
 // True if any element kept its old value.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, bool NARROW, typename T>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, typename Way>
 bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, int threads) {
+  using T = typename Way::Type;
   std::atomic<bool> kept{false};
   for_each_chunk(bucket.chunk_count, threads, true, [&] {
     return [&, cache = CoefficientCache<T>(bucket, rule, shrink.clip, shrink.rho)](int64_t i) mutable {
@@ -387,34 +605,10 @@ bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, 
       const TensorRow row = row_of(bucket, chunk.row);
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      auto x = column_of<NARROW, T>(row.x, bucket.x_type, row.remainder, bucket.rounding);
-      auto m = column_of<NARROW, T>(row.m, bucket.m_type, row.m_scale);
-      auto v = column_of<NARROW, T>(row.v, bucket.v_type, row.v_scale, Rounding::stochastic);
-      Column<T> g(row.g, bucket.g_type, k.gradient_scale);
-      const bool in_place = x.in_place() && (!MOMENTUM || m.in_place()) && (!RMS || v.in_place()) && g.in_place();
-      const int64_t block = in_place && !NARROW ? CHUNK : BLOCK;
-      bool kept_here = false;
       const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
-      for (int64_t begin = chunk.begin; begin < end; begin += block) {
-        const int64_t n = end - begin < block ? end - begin : block;
-        kept_here |= with_flag(k.decay != 0, [&](auto decay) {
-          return update_block<MOMENTUM, COORDINATE, RMS, decay.value, NARROW, T>(
-              x.in(begin, n), MOMENTUM ? m.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr,
-              g.in(begin, n), n, k);
-        });
-        if constexpr (NARROW) {
-          alignas(64) uint32_t noise[BLOCK + WIDTH], x_noise[BLOCK];
-          make_noise(row.first + begin, n, row.noise_key, static_cast<int64_t>(*row.step) + 1, noise);
-          if (bucket.rounding == Rounding::stochastic) other_noise(noise, n, x_noise);
-          x.out(begin, n, x_noise);
-          if (MOMENTUM) m.out(begin, n, noise);
-          if (RMS) v.out(begin, n, noise);
-        } else {
-          x.out(begin, n);
-          if (MOMENTUM) m.out(begin, n);
-          if (RMS) v.out(begin, n);
-        }
-      }
+      const bool kept_here = with_flag(k.decay != 0, [&](auto decay) {
+        return Way::template apply<MOMENTUM, COORDINATE, RMS, decay.value>(bucket, row, chunk.begin, end, k);
+      });
       if (kept_here) kept.store(true, std::memory_order_relaxed);
     };
   });
@@ -426,12 +620,9 @@ void apply(const Bucket& bucket, const Rule& rule, int threads, bool last) {
   Reason reason = shrink.reason;
   if (reason == Reason::none) {
     const bool kept = switch_apply(rule, [&](auto momentum, auto coordinate, auto rms) {
-      constexpr bool MOMENTUM = momentum.value, COORDINATE = coordinate.value, RMS = rms.value;
-      if (is_narrow(bucket)) return apply_chunks<MOMENTUM, COORDINATE, RMS, true, float>(bucket, rule, shrink, threads);
-      if (computes_in_double(bucket)) {
-        return apply_chunks<MOMENTUM, COORDINATE, RMS, false, double>(bucket, rule, shrink, threads);
-      }
-      return apply_chunks<MOMENTUM, COORDINATE, RMS, false, float>(bucket, rule, shrink, threads);
+      return with_way(bucket, [&](auto way) {
+        return apply_chunks<momentum.value, coordinate.value, rms.value, decltype(way)>(bucket, rule, shrink, threads);
+      });
     });
     if (kept) reason = Reason::elements_kept;
     for (int64_t i = 0; i < bucket.rows; ++i) {
@@ -453,24 +644,30 @@ void apply(const Bucket& bucket, const Rule& rule, int threads, bool last) {
   }
 }
 
-// One column of numbers through a format, a block at a time, as apply() and reduce() do it.
-void encode(const float* values, int64_t numel, int64_t noise_key, int64_t step_count, int64_t first,
-            Encoded column) {
-  NarrowColumn to(column.data, column.type, column.scales, column.rounding);
-  for (int64_t begin = 0; begin < numel; begin += BLOCK) {
-    const int64_t n = numel - begin < BLOCK ? numel - begin : BLOCK;
-    alignas(64) uint32_t noise[BLOCK + WIDTH];
-    make_noise(first + begin, n, noise_key, step_count, noise);
-    std::memcpy(to.in(begin, n), values + begin, static_cast<size_t>(n) * sizeof(float));
-    to.out(begin, n, noise);
+// One column of numbers through a format, as apply() and reduce() do it.
+void encode(const float* values, int64_t numel, int64_t noise_key, int64_t step_count, int64_t first, Encoded column) {
+  QuantumColumn to(column.data, column.type, column.scales, column.rounding);
+  const QuantumColumn from(values, DType::float32, nullptr, Rounding::nearest);
+  for (int64_t i = 0; i < numel; i += QUANTUM) {
+    const int64_t n = numel - i < QUANTUM ? numel - i : QUANTUM;
+    Tail tail[2];
+    const Quantum<Floats> value = from.tail(i, n, tail[0]).load(0);
+    Words most = {};
+    NGN_EACH_VECTOR(j) most = Larger{}(most, magnitude(value[j]));
+    const QuantumColumn part = to.tail(i, n, tail[1]);
+    part.store(0, value, part.scale_of(value, most), Noise(noise_key, step_count, first).of(i));
+    to.put_back(i, n, tail[1]);
   }
 }
 
 void decode(Encoded column, int64_t numel, float* values) {
-  NarrowColumn from(column.data, column.type, column.scales, column.rounding);
-  for (int64_t begin = 0; begin < numel; begin += BLOCK) {
-    const int64_t n = numel - begin < BLOCK ? numel - begin : BLOCK;
-    std::memcpy(values + begin, from.in(begin, n), static_cast<size_t>(n) * sizeof(float));
+  const QuantumColumn from(column.data, column.type, column.scales, column.rounding);
+  for (int64_t i = 0; i < numel; i += QUANTUM) {
+    const int64_t n = numel - i < QUANTUM ? numel - i : QUANTUM;
+    Tail tail;
+    float value[QUANTUM];
+    from.tail(i, n, tail).copy_to(value);
+    std::memcpy(values + i, value, static_cast<size_t>(n) * sizeof(float));
   }
 }
 

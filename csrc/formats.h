@@ -1,6 +1,6 @@
 // How m, v and 16-bit parameters are stored when they are narrower than float32: the functions of
-// ngn_kernels/formats.py by the same names, with the same bits on every instruction set. They work on
-// blocks of quanta of float32; the memory of floats and of noise has room for whole quanta.
+// ngn_kernels/formats.py by the same names, with the same bits on every instruction set. They work on a
+// quantum at a time, which AVX-512 holds in four registers.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@ namespace ngn {
 inline namespace NGN_ISA {
 
 constexpr uint32_t LEAST_SHIFT = 14, MOST_SHIFT = 20;  // of the steps of an 8-bit v
+constexpr uint32_t LARGEST_V = 0x7f000000;             // the pattern of the largest v that has a code
 constexpr int WINDOW = 64;                             // steps whose noise is spread evenly
 
 using Floats = Vec<float>;
@@ -22,13 +23,21 @@ typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
 constexpr int WIDTH = VectorOf<float>::lanes;
 constexpr int VECTORS = QUANTUM / WIDTH;
 
-inline Words words_of(Floats value) { return bit_cast<Words>(value); }
-inline Floats floats_of(Words bits) { return bit_cast<Floats>(bits); }
-inline Words load_words(const uint32_t* from) {
-  Words value;
-  std::memcpy(&value, from, sizeof(value));
-  return value;
-}
+template <typename V>
+struct Quantum {
+  V vector[VECTORS];
+  V& operator[](int j) { return vector[j]; }
+  const V& operator[](int j) const { return vector[j]; }
+};
+
+// What hands a quantum over must be inlined, and its loops unrolled, or it goes through memory.
+#define NGN_INLINE __attribute__((always_inline)) inline
+#define NGN_EACH_VECTOR(j) _Pragma("GCC unroll 4") for (int j = 0; j < VECTORS; ++j)
+
+NGN_INLINE Words words_of(Floats value) { return bit_cast<Words>(value); }
+NGN_INLINE Floats floats_of(Words bits) { return bit_cast<Floats>(bits); }
+
+NGN_INLINE Words magnitude(Floats value) { return words_of(value) & 0x7fffffff; }
 
 struct Larger {
   template <typename V>
@@ -39,8 +48,9 @@ struct Smaller {
   V operator()(V a, V b) const { return a < b ? a : b; }
 };
 
-// The compilers' own conversions between bytes and words take many shuffles.
-inline Words load_bytes(const uint8_t* from) {
+// Bytes and halves of memory to words and back: the compilers' own conversions take many shuffles.
+
+NGN_INLINE Words load_bytes(const uint8_t* from) {
 #if defined(__AVX512F__)
   return bit_cast<Words>(_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif defined(__AVX2__)
@@ -51,7 +61,7 @@ inline Words load_bytes(const uint8_t* from) {
   return value;
 #endif
 }
-inline Integers load_bytes(const int8_t* from) {
+NGN_INLINE Integers load_bytes(const int8_t* from) {
 #if defined(__AVX512F__)
   return bit_cast<Integers>(_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif defined(__AVX2__)
@@ -62,64 +72,103 @@ inline Integers load_bytes(const int8_t* from) {
   return value;
 #endif
 }
-// Words that hold less than 256, as bytes.
-inline void store_bytes(void* to, Words value) {
+
+// Words that hold less than 256, as bytes; each is combined with `flip` by exclusive or.
+NGN_INLINE void store_bytes(void* to, const Quantum<Words>& value, uint8_t flip) {
 #if defined(__AVX512F__)
-  _mm_storeu_si128(static_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(0xffff, bit_cast<__m512i>(value)));
+  const __m512i low = _mm512_maskz_packus_epi32(-1, bit_cast<__m512i>(value[0]), bit_cast<__m512i>(value[1]));
+  const __m512i high = _mm512_maskz_packus_epi32(-1, bit_cast<__m512i>(value[2]), bit_cast<__m512i>(value[3]));
+  // Packed within each 128 bits: fours of the four vectors in turns.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_maskz_permutexvar_epi32(0xffff, order, _mm512_maskz_packus_epi16(-1, low, high));
+  _mm512_storeu_si512(to, _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(flip))));
 #elif defined(__AVX2__)
-  const __m256i wide = bit_cast<__m256i>(value);
-  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-  _mm_storel_epi64(static_cast<__m128i*>(to), _mm_packus_epi16(halves, halves));
+  for (int j = 0; j < VECTORS; ++j) {
+    const __m256i wide = bit_cast<__m256i>(value[j] ^ flip);
+    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(static_cast<char*>(to) + j * WIDTH), _mm_packus_epi16(halves, halves));
+  }
 #else
-  for (int j = 0; j < WIDTH; ++j) static_cast<uint8_t*>(to)[j] = static_cast<uint8_t>(value[j]);
-#endif
-}
-// Words that hold less than 65,536, as halves.
-inline void store_halves(void* to, Words value) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(0xffff, bit_cast<__m512i>(value)));
-#elif defined(__AVX2__)
-  const __m256i wide = bit_cast<__m256i>(value);
-  _mm_storeu_si128(static_cast<__m128i*>(to),
-                   _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
-#else
-  for (int j = 0; j < WIDTH; ++j) {
-    const uint16_t half = static_cast<uint16_t>(value[j]);
-    std::memcpy(static_cast<char*>(to) + 2 * j, &half, sizeof(half));
+  for (int j = 0; j < VECTORS; ++j) {
+    for (int l = 0; l < WIDTH; ++l) static_cast<uint8_t*>(to)[j * WIDTH + l] = static_cast<uint8_t>(value[j][l] ^ flip);
   }
 #endif
 }
-inline Words load_halves(const void* from) {
+
+// A vector of halves, as the upper halves of words.
+NGN_INLINE Words load_upper(const void* from) {
 #if defined(__AVX512F__)
-  return bit_cast<Words>(_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(from))));
+  return bit_cast<Words>(_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(from)))) << 16;
 #elif defined(__AVX2__)
-  return bit_cast<Words>(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+  return bit_cast<Words>(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)))) << 16;
 #else
   Words value;
   for (int j = 0; j < WIDTH; ++j) {
     uint16_t half;
     std::memcpy(&half, static_cast<const char*>(from) + 2 * j, sizeof(half));
-    value[j] = half;
+    value[j] = uint32_t(half) << 16;
   }
   return value;
 #endif
 }
+NGN_INLINE Words load_signed_halves(const void* from) {
+#if defined(__AVX512F__)
+  return bit_cast<Words>(_mm512_maskz_cvtepi16_epi32(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(from))));
+#else
+  return bit_cast<Words>(bit_cast<Integers>(load_upper(from)) >> 16);
+#endif
+}
 
-// All lanes to one.
-template <typename Op>
-inline uint32_t across(Words value, Op op) {
-  uint32_t lane[WIDTH];
-  std::memcpy(lane, &value, sizeof(lane));
-  typedef uint32_t Four __attribute__((vector_size(16)));
-  Four four;
-  std::memcpy(&four, lane, sizeof(four));
-  for (int j = 4; j < WIDTH; j += 4) {
-    Four next;
-    std::memcpy(&next, lane + j, sizeof(next));
-    four = op(four, next);
+// The upper, or the lower, halves of words.
+template <bool UPPER>
+NGN_INLINE void store_halves(void* to, const Quantum<Words>& value) {
+#if defined(__AVX512F__)
+  const __m512i even = _mm512_setr_epi32(0x00020000, 0x00060004, 0x000a0008, 0x000e000c, 0x00120010, 0x00160014,
+                                         0x001a0018, 0x001e001c, 0x00220020, 0x00260024, 0x002a0028, 0x002e002c,
+                                         0x00320030, 0x00360034, 0x003a0038, 0x003e003c);
+  const __m512i place = UPPER ? _mm512_add_epi16(even, _mm512_set1_epi16(1)) : even;
+  NGN_EACH_VECTOR(j) {
+    if (j % 2 == 0) {
+      _mm512_storeu_si512(static_cast<char*>(to) + j * 32,
+                          _mm512_permutex2var_epi16(bit_cast<__m512i>(value[j]), place, bit_cast<__m512i>(value[j + 1])));
+    }
   }
-  const uint32_t a = op(four[0], four[1]), b = op(four[2], four[3]);
-  return op(a, b);
+#else
+  for (int j = 0; j < VECTORS; ++j) {
+    char* at = static_cast<char*>(to) + j * WIDTH * 2;
+    const Words half = UPPER ? value[j] >> 16 : value[j] & 0xffff;
+#if defined(__AVX2__)
+    const __m256i wide = bit_cast<__m256i>(half);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at),
+                     _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+#else
+    for (int l = 0; l < WIDTH; ++l) {
+      const uint16_t one = static_cast<uint16_t>(half[l]);
+      std::memcpy(at + 2 * l, &one, sizeof(one));
+    }
+#endif
+  }
+#endif
+}
+
+// The largest of all lanes.
+NGN_INLINE uint32_t largest_lane(Words value) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m512i all = bit_cast<__m512i>(value);
+  const __m256i eight = _mm256_max_epu32(_mm512_maskz_extracti64x4_epi64(0xf, all, 0), _mm512_maskz_extracti64x4_epi64(0xf, all, 1));
+#else
+  const __m256i eight = bit_cast<__m256i>(value);
+#endif
+  __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+  four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(four));
+#else
+  uint32_t most = value[0];
+  for (int l = 1; l < WIDTH; ++l) most = Larger{}(most, value[l]);
+  return most;
+#endif
 }
 
 // Noise
@@ -131,204 +180,236 @@ inline uint32_t mixed(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// 32 random bits for each element from `begin` on, in whole vectors; the high word of begin + i must not change.
-inline void make_noise_of_a_turn(int64_t begin, int64_t n, int64_t key, int64_t step_count, uint32_t* out) {
-  const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
-  const uint32_t first = mixed(mixed(low + static_cast<uint32_t>(step_count / WINDOW) * 0x9e3779b1u) ^
-                               static_cast<uint32_t>(begin >> 32));
-  const uint32_t second = mixed(high ^ first), turn = static_cast<uint32_t>(step_count % WINDOW) * 0x9e379e37u;
-  Words product;
-  for (int j = 0; j < WIDTH; ++j) product[j] = (static_cast<uint32_t>(begin) + j) * 0x9e3779b1u;
-  for (int64_t i = 0; i < n; i += WIDTH, product += WIDTH * 0x9e3779b1u) {
-    Words x = product ^ first;
-    x = (x ^ (x >> 16)) * 0x7feb352du + second;
+// 32 random bits for each element of a parameter, by its place there: a hash of its quantum, and from there
+// equal strides along the quantum and along the steps of a window.
+class Noise {
+ public:
+  Noise(int64_t key, int64_t step_count, int64_t first) : first_(first) {
+    start_ = mixed(static_cast<uint32_t>(key) + static_cast<uint32_t>(step_count / WINDOW) * GOLDEN);
+    more_ = mixed(static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32) ^ start_);
+    turn_ = static_cast<uint32_t>(step_count % WINDOW) * STEP;
+  }
+
+  // Of the QUANTUM elements from i on.
+  NGN_INLINE Quantum<Words> of(int64_t i) const {
+    const int64_t place = first_ + i;
+    const uint32_t skip = static_cast<uint32_t>(place & (QUANTUM - 1));
+    const uint32_t quantum = static_cast<uint32_t>(static_cast<uint64_t>(place) / QUANTUM);
+    const uint32_t base = hashed(quantum) + skip * STRIDE;
+    Quantum<Words> noise;
+    NGN_EACH_VECTOR(j) noise[j] = base + strides(j);
+    if (__builtin_expect(skip != 0, 0)) {
+      const uint32_t next = hashed(quantum + 1) + (skip - static_cast<uint32_t>(QUANTUM)) * STRIDE;
+      NGN_EACH_VECTOR(j) noise[j] = lanes(j) + skip < QUANTUM ? noise[j] : next + strides(j);
+    }
+    return noise;
+  }
+
+ private:
+  static constexpr uint32_t GOLDEN = 0x9e3779b1u, STRIDE = 0x93f96ec5u, STEP = 0x9e379e37u;
+
+  static Words lanes(int j) {
+    Words lane;
+    for (int l = 0; l < WIDTH; ++l) lane[l] = static_cast<uint32_t>(j * WIDTH + l);
+    return lane;
+  }
+  static Words strides(int j) { return lanes(j) * STRIDE; }
+
+  NGN_INLINE uint32_t hashed(uint32_t quantum) const {
+    uint32_t x = quantum * GOLDEN ^ start_;
+    x = (x ^ (x >> 16)) * 0x7feb352du + more_;
     x = (x ^ (x >> 15)) * 0x846ca68bu;
-    x = (x ^ (x >> 16)) + turn;
-    std::memcpy(out + i, &x, sizeof(x));
+    return (x ^ (x >> 16)) + turn_;
   }
+
+  int64_t first_;
+  uint32_t start_, more_, turn_;
+};
+
+// For parameters, so that they do not share v's noise.
+NGN_INLINE Quantum<Words> other_noise(const Quantum<Words>& noise) {
+  Quantum<Words> other;
+  NGN_EACH_VECTOR(j) other[j] = noise[j] * 0x9e3779b1u;
+  return other;
 }
 
-// `out` has room for a vector more than n.
-inline void make_noise(int64_t begin, int64_t n, int64_t key, int64_t step_count, uint32_t* out) {
-  const int64_t left = (((begin >> 32) + 1) << 32) - begin;
-  make_noise_of_a_turn(begin, n < left ? n : left, key, step_count, out);
-  if (n > left) make_noise_of_a_turn(begin + left, n - left, key, step_count, out + left);
+// Codes
+
+NGN_INLINE Quantum<Floats> decode_m(const int8_t* codes, float scale) {
+  Quantum<Floats> m;
+  NGN_EACH_VECTOR(j) m[j] = scale * __builtin_convertvector(load_bytes(codes + j * WIDTH), Floats);
+  return m;
 }
 
-// Codes. f(quantum's first element, where its codes lie): the last quantum's in a copy that is whole.
-
-template <typename Code, typename F>
-inline void for_each_quantum(const Code* codes, int64_t n, F&& f) {
-  int64_t i = 0;
-  for (; i + QUANTUM <= n; i += QUANTUM) f(i, codes + i);
-  if (i < n) {
-    Code whole[QUANTUM] = {};
-    std::memcpy(whole, codes + i, static_cast<size_t>(n - i) * sizeof(Code));
-    f(i, static_cast<const Code*>(whole));
-  }
-}
-
-template <typename Code, typename F>
-inline void fill_each_quantum(Code* codes, int64_t n, F&& f) {
-  int64_t i = 0;
-  for (; i + QUANTUM <= n; i += QUANTUM) f(i, codes + i);
-  if (i < n) {
-    Code whole[QUANTUM];
-    f(i, whole);
-    std::memcpy(codes + i, whole, static_cast<size_t>(n - i) * sizeof(Code));
-  }
-}
-
-inline void decode_m(const int8_t* codes, const float* scales, int64_t n, float* out) {
-  for_each_quantum(codes, n, [&](int64_t i, const int8_t* from) {
-    const float scale = scales[i / QUANTUM];
-    for (int j = 0; j < VECTORS; ++j) {
-      store(out + i + j * WIDTH, scale * __builtin_convertvector(load_bytes(from + j * WIDTH), Floats));
-    }
-  });
-}
-
-inline void decode_v(const uint8_t* codes, const uint32_t* scales, int64_t n, float* out) {
-  for_each_quantum(codes, n, [&](int64_t i, const uint8_t* from) {
-    const uint32_t scale = scales[i / QUANTUM], shift = scale & 31, highest = scale >> 5;
-    for (int j = 0; j < VECTORS; ++j) {
-      const Words code = load_bytes(from + j * WIDTH);
-      store(out + i + j * WIDTH, floats_of(code == 0 ? Words{} : (code + highest - 255) << shift));
-    }
-  });
-}
-
-inline uint32_t exponent_of_m(const float* m) {
-  Words most = {};
-  for (int j = 0; j < VECTORS; ++j) most = Larger{}(most, words_of(load(m + j * WIDTH)) & 0x7fffffff);
-  const uint32_t raised = (across(most, Larger{}) + 0x1ffff) >> 23;
+// The exponent of the least power of two with |m| <= 127 times that.
+NGN_INLINE uint32_t exponent_of_m(Words most) {
+  const uint32_t raised = (largest_lane(most) + 0x1ffff) >> 23;
   return raised > 7 ? raised - 6 : 1;
 }
 
-// `m` has zeros after its n elements, up to a whole quantum.
-inline void encode_m(const float* m, const uint32_t* noise, int64_t n, int8_t* codes, float* scales) {
-  for (int64_t i = 0; i < n; i += QUANTUM) {
-    scales[i / QUANTUM] = bit_cast<float>(exponent_of_m(m + i) << 23);
+NGN_INLINE void encode_m(const Quantum<Floats>& m, uint32_t exponent, const Quantum<Words>& noise, int8_t* codes) {
+  const Floats inverse = all<Floats>(bit_cast<float>((254 - exponent) << 23));
+  Quantum<Words> code;
+  NGN_EACH_VECTOR(j) {
+    // 128, and a random fraction of 16 bits: what the sum cuts off was rounded at random.
+    const Floats above = multiply_add(m[j], inverse, floats_of((noise[j] & 0xffff) | 0x43000000));
+    code[j] = bit_cast<Words>(__builtin_convertvector(above, Integers));
   }
-  fill_each_quantum(codes, n, [&](int64_t i, int8_t* to) {
-    const float inverse = bit_cast<float>((254u << 23) - bit_cast<uint32_t>(scales[i / QUANTUM]));
-    for (int j = 0; j < VECTORS; ++j) {
-      // 128, and a random fraction of 16 bits: what the sum cuts off was rounded at random.
-      const Floats fraction = floats_of((load_words(noise + i + j * WIDTH) & 0xffff) | 0x43000000);
-      const Floats above = multiply_add(load(m + i + j * WIDTH), all<Floats>(inverse), fraction);
-      store_bytes(to + j * WIDTH, bit_cast<Words>(__builtin_convertvector(above, Integers)) ^ 128);
-    }
-  });
+  store_bytes(codes, code, 128);
 }
 
-inline uint32_t scale_of_v(const float* v) {
-  Words most = {}, least = ~Words{};
-  for (int j = 0; j < VECTORS; ++j) {
-    const Words bits = words_of(load(v + j * WIDTH));
-    most = Larger{}(most, bits);
-    least = Smaller{}(least, bits - 1);  // 0 becomes the largest
+NGN_INLINE Quantum<Floats> decode_v(const uint8_t* codes, uint32_t scale) {
+  const uint32_t shift = scale & 31, below = (scale >> 5) - 255;
+  Quantum<Floats> v;
+  NGN_EACH_VECTOR(j) {
+    const Words code = load_bytes(codes + j * WIDTH);
+    v[j] = floats_of(code == 0 ? Words{} : (code + below) << shift);
   }
-  const uint32_t top = across(most, Larger{});
-  if (top == 0) return LEAST_SHIFT;
-  const uint32_t bottom = across(least, Smaller{}) + 1;
+  return v;
+}
+
+NGN_INLINE uint32_t scale_between(uint32_t top, uint32_t bottom) {
   uint32_t shift = 24 - __builtin_clz((top - bottom) | (1u << (LEAST_SHIFT + 7)));
   shift += ((top + (1u << shift) - 1) >> shift) - (bottom >> shift) > 254;
   shift = shift < MOST_SHIFT ? shift : MOST_SHIFT;
   return ((top + (1u << shift) - 1) >> shift) << 5 | shift;
 }
 
-// `v` has zeros after its n elements; it may be changed.
-inline void encode_v(float* v, const uint32_t* noise, int64_t n, uint8_t* codes, uint32_t* scales) {
-  constexpr uint32_t largest = 0x7f000000;
-  for (int64_t i = 0; i < n; i += QUANTUM) {
-    uint32_t scale = scale_of_v(v + i);
-    if (__builtin_expect((scale >> 5) > (largest >> (scale & 31)), 0)) {
-      for (int j = 0; j < QUANTUM; ++j) v[i + j] = v[i + j] > 0x1p127f ? 0x1p127f : v[i + j];
-      scale = scale_of_v(v + i);
-    }
-    scales[i / QUANTUM] = scale;
+struct Scale {
+  uint32_t word;
+  bool plain;  // of v: no element is 0 or too large, and all are within reach of the largest
+};
+
+// Of a quantum with an element that is 0, or too large.
+__attribute__((noinline)) inline uint32_t scale_of_odd_v(const float* v) {
+  uint32_t top = 0, bottom = LARGEST_V;
+  for (int i = 0; i < QUANTUM; ++i) {
+    const uint32_t bits = Smaller{}(bit_cast<uint32_t>(v[i]), LARGEST_V);
+    top = Larger{}(top, bits);
+    if (bits != 0) bottom = Smaller{}(bottom, bits);
   }
-  fill_each_quantum(codes, n, [&](int64_t i, uint8_t* to) {
-    const uint32_t shift = scales[i / QUANTUM] & 31, highest = scales[i / QUANTUM] >> 5, one = 1u << shift;
-    const int32_t lowest = highest > 254 ? 1 : 256 - static_cast<int32_t>(highest);  // code of a positive number
-    for (int j = 0; j < VECTORS; ++j) {
-      const Words bits = words_of(load(v + i + j * WIDTH)), rest = bits & (one - 1);
-      // Rounding up a little more often keeps the mean of 1 / sqrt(v), which the step depends on.
-      const Words up = Smaller{}(rest, one - rest) >> (25 - shift);
-      const Words random = load_words(noise + i + j * WIDTH) >> (32 - shift);
-      const Integers code = bit_cast<Integers>(((bits + up + random) >> shift) + 255 - highest);
-      const Words kept = bit_cast<Words>(Larger{}(code, lowest - Integers{}));
-      store_bytes(to + j * WIDTH, bits == 0 ? Words{} : kept);
-    }
-  });
+  return top == 0 ? LEAST_SHIFT : scale_between(top, bottom);
 }
 
-inline void decode_bfloat16(const uint16_t* codes, int64_t n, float* out) {
-  for_each_quantum(codes, n, [&](int64_t i, const uint16_t* from) {
-    for (int j = 0; j < VECTORS; ++j) {
-      store(out + i + j * WIDTH, floats_of(load_halves(from + j * WIDTH) << 16));
-    }
-  });
+NGN_INLINE Scale scale_of_v(const Quantum<Floats>& v, Words most) {
+  Words least = ~Words{};
+  NGN_EACH_VECTOR(j) least = Smaller{}(least, words_of(v[j]));
+  const uint32_t top = largest_lane(most), bottom = ~largest_lane(~least);
+  if (__builtin_expect(bottom == 0 || top > LARGEST_V, 0)) {
+    alignas(64) float values[QUANTUM];
+    NGN_EACH_VECTOR(j) store(values + j * WIDTH, v[j]);
+    return {scale_of_odd_v(values), false};
+  }
+  const uint32_t word = scale_between(top, bottom), shift = word & 31;
+  return {word, (bottom >> shift) != 0 && (word >> 5) - (bottom >> shift) <= 254};
 }
 
-inline void nearest_bfloat16(const float* values, int64_t n, uint16_t* codes) {
-  fill_each_quantum(codes, n, [&](int64_t i, uint16_t* to) {
-    for (int j = 0; j < VECTORS; ++j) {
-      const Words bits = words_of(load(values + i + j * WIDTH));
-      store_halves(to + j * WIDTH, (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+template <bool PLAIN>
+NGN_INLINE void encode_v(const Quantum<Floats>& v, uint32_t scale, const Quantum<Words>& noise, uint8_t* codes) {
+  const uint32_t shift = scale & 31, highest = scale >> 5, one = 1u << shift;
+  const int32_t lowest = highest > 254 ? 1 : 256 - static_cast<int32_t>(highest);  // code of a positive number
+  Quantum<Words> code;
+  NGN_EACH_VECTOR(j) {
+    Words bits = words_of(v[j]);
+    if constexpr (!PLAIN) bits = Smaller{}(bits, LARGEST_V - Words{});
+    // Rounding up a little more often keeps the mean of 1 / sqrt(v), which the step depends on.
+    const Words rest = bits & (one - 1), up = Smaller{}(rest, one - rest) >> (25 - shift);
+    code[j] = ((bits + up + (noise[j] >> (32 - shift))) >> shift) + (255 - highest);
+    if constexpr (!PLAIN) {
+      const Words kept = bit_cast<Words>(Larger{}(bit_cast<Integers>(code[j]), lowest - Integers{}));
+      code[j] = bits == 0 ? Words{} : kept;
     }
-  });
+  }
+  store_bytes(codes, code, 0);
+}
+
+NGN_INLINE Quantum<Floats> decode_bfloat16(const uint16_t* codes) {
+  Quantum<Floats> value;
+  NGN_EACH_VECTOR(j) value[j] = floats_of(load_upper(codes + j * WIDTH));
+  return value;
+}
+
+NGN_INLINE void nearest_bfloat16(const Quantum<Floats>& value, uint16_t* codes) {
+  Quantum<Words> sum;
+  NGN_EACH_VECTOR(j) {
+    const Words bits = words_of(value[j]);
+    sum[j] = (bits & 0x10000) == 0 ? bits + 0x7fff : bits + 0x8000;
+  }
+  store_halves<true>(codes, sum);
 }
 
 // A neighbour of each value, the nearer one more often; finite up to 0x1.fep127.
-inline void stochastic_bfloat16(const float* values, const uint32_t* noise, int64_t n, uint16_t* codes) {
-  fill_each_quantum(codes, n, [&](int64_t i, uint16_t* to) {
-    for (int j = 0; j < VECTORS; ++j) {
-      const Words random = load_words(noise + i + j * WIDTH) >> 16;
-      store_halves(to + j * WIDTH, (words_of(load(values + i + j * WIDTH)) + random) >> 16);
-    }
-  });
-}
-
-// The same of float16, subnormal numbers included; finite up to 65504.
-inline void stochastic_float16(const float* values, const uint32_t* noise, int64_t n, uint16_t* codes) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = bit_cast<uint32_t>(values[i]), magnitude = bits & 0x7fffffff, random = noise[i] >> 19;
-    const uint32_t normal = (magnitude - 0x38000000 + random) >> 13;
-    // Below 2^-14 in units of 2^-24: 1024, and a random fraction of 13 bits, cut off after the sum.
-    const float size = bit_cast<float>(magnitude), small = (size < 0x1p-14f ? size : 0x1p-14f) * 0x1p24f;
-    const uint32_t subnormal = static_cast<uint32_t>(static_cast<int32_t>(small + bit_cast<float>(random | 0x44800000))) - 1024;
-    codes[i] = static_cast<uint16_t>((magnitude < 0x38800000 ? subnormal : normal) | ((bits >> 16) & 0x8000));
-  }
+NGN_INLINE void stochastic_bfloat16(const Quantum<Floats>& value, const Quantum<Words>& noise, uint16_t* codes) {
+  Quantum<Words> sum;
+  NGN_EACH_VECTOR(j) sum[j] = words_of(value[j]) + (noise[j] >> 16);
+  store_halves<true>(codes, sum);
 }
 
 // The nearest bfloat16, ties away from zero, and the 16 bits that it lacks.
-inline void split_bfloat16(const float* values, int64_t n, uint16_t* near, int16_t* remainder) {
-  fill_each_quantum(near, n, [&](int64_t i, uint16_t* to) {
-    for (int j = 0; j < VECTORS; ++j) {
-      store_halves(to + j * WIDTH, (words_of(load(values + i + j * WIDTH)) + 0x8000) >> 16);
-    }
-  });
-  fill_each_quantum(remainder, n, [&](int64_t i, int16_t* to) {
-    for (int j = 0; j < VECTORS; ++j) {
-      store_halves(to + j * WIDTH, words_of(load(values + i + j * WIDTH)) & 0xffff);
+NGN_INLINE void split_bfloat16(const Quantum<Floats>& value, uint16_t* near, int16_t* remainder) {
+  Quantum<Words> bits, sum;
+  NGN_EACH_VECTOR(j) {
+    bits[j] = words_of(value[j]);
+    sum[j] = bits[j] + 0x8000;
+  }
+  store_halves<true>(near, sum);
+  store_halves<false>(remainder, bits);
+}
+
+NGN_INLINE Quantum<Floats> join_bfloat16(const uint16_t* near, const int16_t* remainder) {
+  Quantum<Floats> value;
+  NGN_EACH_VECTOR(j) {
+    value[j] = floats_of(load_upper(near + j * WIDTH) + load_signed_halves(remainder + j * WIDTH));
+  }
+  return value;
+}
+
+// float16 and float64 go through memory, in functions of their own: their loops vectorise, but not in these types.
+
+__attribute__((noinline)) inline void widen_elements(const void* from, DType type, float* to) {
+  with_type(type, [&](auto element) {
+    for (int i = 0; i < QUANTUM; ++i) {
+      std::memcpy(&element, static_cast<const char*>(from) + i * sizeof(element), sizeof(element));
+      to[i] = static_cast<float>(widen(element));
     }
   });
 }
 
-inline void join_bfloat16(const uint16_t* near, const int16_t* remainder, int64_t n, float* out) {
-  decode_bfloat16(near, n, out);
-  for_each_quantum(remainder, n, [&](int64_t i, const int16_t* from) {
-    for (int j = 0; j < VECTORS; ++j) {
-      const Words low = load_halves(from + j * WIDTH), extended = (low ^ 0x8000) - 0x8000;
-      store(out + i + j * WIDTH, floats_of(words_of(load(out + i + j * WIDTH)) + extended));
-    }
-  });
+NGN_INLINE Quantum<Floats> load_elements(const void* from, DType type) {
+  alignas(64) float value[QUANTUM];
+  widen_elements(from, type, value);
+  Quantum<Floats> quantum;
+  NGN_EACH_VECTOR(j) quantum[j] = load(value + j * WIDTH);
+  return quantum;
 }
 
-// For parameters, so that they do not share v's noise.
-inline void other_noise(const uint32_t* noise, int64_t n, uint32_t* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = noise[i] * 0x9e3779b1u;
+// A neighbour, subnormal numbers included; finite up to 65504.
+inline float16 stochastic_float16(float value, uint32_t noise) {
+  const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffff, random = noise >> 19;
+  const uint32_t normal = (magnitude - 0x38000000 + random) >> 13;
+  // Below 2^-14 in units of 2^-24: 1024, and a random fraction of 13 bits, cut off after the sum.
+  const float size = bit_cast<float>(magnitude), small = (size < 0x1p-14f ? size : 0x1p-14f) * 0x1p24f;
+  const uint32_t subnormal = static_cast<uint32_t>(static_cast<int32_t>(small + bit_cast<float>(random | 0x44800000))) - 1024;
+  return {static_cast<uint16_t>((magnitude < 0x38800000 ? subnormal : normal) | ((bits >> 16) & 0x8000))};
+}
+
+__attribute__((noinline)) inline void narrow_elements(const float* value, const uint32_t* noise, bool stochastic, void* to) {
+  float16 half[QUANTUM];
+  for (int i = 0; stochastic && i < QUANTUM; ++i) half[i] = stochastic_float16(value[i], noise[i]);
+  for (int i = 0; !stochastic && i < QUANTUM; ++i) narrow(value[i], half[i]);
+  std::memcpy(to, half, sizeof(half));
+}
+
+NGN_INLINE void encode_float16(const Quantum<Floats>& quantum, bool stochastic, const Quantum<Words>& noise, void* to) {
+  alignas(64) float value[QUANTUM];
+  alignas(64) uint32_t random[QUANTUM];
+  NGN_EACH_VECTOR(j) {
+    const Floats floats = quantum[j];
+    const Words words = noise[j];
+    std::memcpy(value + j * WIDTH, &floats, sizeof(floats));
+    std::memcpy(random + j * WIDTH, &words, sizeof(words));
+  }
+  narrow_elements(value, random, stochastic, to);
 }
 
 }  // namespace NGN_ISA

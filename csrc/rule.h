@@ -169,10 +169,9 @@ NGN_HD inline Draft<V> draft(V v, V g, const Coefficients<T>& k) {
   return {v, divisor};
 }
 
-// x, m, v to their new values. Negative where one would not be finite in its storage type: the
-// caller must keep() the old ones there. NARROW: m or v may be stored in a type with less room than T.
-template <bool MOMENTUM, bool RMS, bool DECAY, bool NARROW = false, typename V, typename T>
-NGN_HD inline auto update(Element<V>& element, const Draft<V>& draft, V g, const Coefficients<T>& k) {
+// x, m, v to their new values.
+template <bool MOMENTUM, bool DECAY, typename V, typename T>
+NGN_HD inline void update(Element<V>& element, const Draft<V>& draft, V g, const Coefficients<T>& k) {
   auto& [x, m, v] = element;
   v = draft.v;
   V displacement = k.step * g / draft.divisor;
@@ -180,10 +179,16 @@ NGN_HD inline auto update(Element<V>& element, const Draft<V>& draft, V g, const
   if constexpr (MOMENTUM) displacement = multiply_add(all<V>(k.beta1), m, displacement);
   m = displacement;
   x = x - m;
+}
+
+// Negative where one of them would not be finite in its storage type: the caller must keep() the old ones
+// there. NARROW: m or v may be stored in a type with less room than T.
+template <bool MOMENTUM, bool RMS, bool NARROW, typename V, typename T>
+NGN_HD inline auto room_of(const Element<V>& element, const Coefficients<T>& k) {
   // A non-finite m makes x so, too, and so does an infinite v whose root is estimated.
-  auto room = headroom(x, k.x_limit);
-  if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) room |= headroom(m, k.m_limit);
-  if constexpr (RMS && (NARROW || !estimates_root<T>)) room |= headroom(v, k.v_limit);
+  auto room = headroom(element.x, k.x_limit);
+  if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) room |= headroom(element.m, k.m_limit);
+  if constexpr (RMS && (NARROW || !estimates_root<T>)) room |= headroom(element.v, k.v_limit);
   return room;
 }
 

@@ -17,6 +17,7 @@ QUANTUM = 64  # elements that share a scale
 SMALL = 4096  # parameters with fewer elements keep float32 state
 LEAST_SHIFT, MOST_SHIFT = 14, 20  # of the steps of an 8-bit v
 WINDOW = 64  # steps whose noise is spread evenly over the interval
+STRIDE, STEP = 0x93F96EC5, 0x9E379E37  # of noise, from an element and from a step to the next
 WORD = 0xFFFFFFFF
 
 
@@ -40,18 +41,20 @@ def noise_key(parameter: int) -> int:
 def noise(key: int, step: Tensor, numel: int, first: int = 0) -> Tensor:
     """32 random bits, in an int64, for each element of a parameter that has taken `step` steps.
 
+    A hash for each quantum and window; from there, equal strides along the quantum and along the
+    steps, so that both the elements of a quantum and the steps of a window round up evenly.
+
     Args:
         first: the place of the first one, where a part of the parameter lies here.
     """
-    index = torch.arange(first, first + numel, device=step.device)
+    place = torch.arange(first, first + numel, device=step.device)
     count = step.to(torch.int64) + 1
-    high: Any = index >> 32 if first + numel > 1 << 32 else 0
-    first = mixed(mixed((key & WORD) + count // WINDOW * 0x9E3779B1 & WORD) ^ high)
-    second = mixed((key >> 32 & WORD) ^ first)
-    x = (index & WORD) * 0x9E3779B1 & WORD ^ first
-    x = (x ^ (x >> 16)) * 0x7FEB352D + second & WORD
+    start = mixed((key & WORD) + count // WINDOW * 0x9E3779B1 & WORD)
+    more = mixed((key >> 32 & WORD) ^ start)
+    x = (place // QUANTUM & WORD) * 0x9E3779B1 & WORD ^ start
+    x = (x ^ (x >> 16)) * 0x7FEB352D + more & WORD
     x = (x ^ (x >> 15)) * 0x846CA68B & WORD
-    return (x ^ (x >> 16)) + count % WINDOW * 0x9E379E37 & WORD
+    return (x ^ (x >> 16)) + place % QUANTUM * STRIDE + count % WINDOW * STEP & WORD
 
 
 def other_noise(random: Tensor) -> Tensor:

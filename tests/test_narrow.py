@@ -44,11 +44,11 @@ def isas() -> Iterator[str]:
         yield from _cpu.isas()
 
 
-def numbers(seed: int, size: int, decades: float) -> Tensor:
-    """Of many sizes, zeros and the smallest and largest among them; not negative."""
+def numbers(seed: int, size: int, decades: float, zeros: float = 0.05) -> Tensor:
+    """Of many sizes, zeros among them; not negative."""
     generator = torch.Generator().manual_seed(seed)
     values = 10 ** (decades * torch.rand(size, generator=generator, dtype=torch.float64) - decades)
-    values[torch.rand(size, generator=generator) < 0.05] = 0.0
+    values[torch.rand(size, generator=generator) < zeros] = 0.0
     return values.float()
 
 
@@ -58,6 +58,11 @@ SAMPLES = {
     "twelve decades": numbers(2, 4033, 12),
     "tiny": 1e-40 * numbers(3, 1000, 3),
     "huge": 3.3e38 * numbers(4, 1000, 1),
+    "one size, no zero": numbers(5, 4095, 0.3, 0),
+    "two decades, no zero": numbers(6, 4096, 2, 0),
+    "twelve decades, no zero": numbers(7, 1000, 12, 0),
+    "tiny, no zero": 1e-40 * numbers(8, 1000, 3, 0),
+    "huge, no zero": 3.3e38 * numbers(9, 1000, 1, 0),
     "zeros": torch.zeros(130),
     "one": torch.tensor([0.7]),
     "extremes": torch.tensor([1e-45, 1e-38, 1.0, 3.38e38, 0.0] * 30),
@@ -151,6 +156,19 @@ def test_noise_differs_between_parameters_steps_and_elements() -> None:
         assert len(a.unique()) > 4090
         assert abs(a.double().mean() / 2**32 - 0.5) < 0.02
         assert all((a == b).sum() < 5 for b in draws[i + 1 :])
+
+
+def test_noise_is_spread_evenly_along_a_quantum_and_along_a_window() -> None:
+    """Of 64 numbers none is further than 3/64 from the next, in either half of the word."""
+    first_of_window = 63
+    grid = torch.stack([noise_of(torch.zeros(640), 3, first_of_window + s) for s in range(64)])
+    for half in (grid >> 16, grid & 0xFFFF):
+        for along in (half.view(-1, 64), half.T):
+            sorted_ = along.sort(1).values
+            gap = (sorted_.roll(-1, 1) - sorted_) % 65536
+            assert gap.max() < 3 / 64 * 65536
+    starts = grid[0].view(-1, 64)[:, 0]
+    assert (starts.diff() % 2**32).unique().numel() == 9, "a quantum follows from the one before"
 
 
 def test_bytes_of_the_formats() -> None:

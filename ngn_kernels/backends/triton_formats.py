@@ -23,6 +23,7 @@ NEAREST, STOCHASTIC, EXACT = (tl.constexpr(name) for name in formats.ROUNDINGS)
 QUANTUM, WINDOW = tl.constexpr(formats.QUANTUM), tl.constexpr(formats.WINDOW)
 LEAST_STEP = tl.constexpr(1 << formats.LEAST_SHIFT)
 MOST_SHIFT = tl.constexpr(formats.MOST_SHIFT)
+STRIDE, STEP = tl.constexpr(formats.STRIDE), tl.constexpr(formats.STEP)
 
 # The smallest magnitudes that a column cannot hold.
 INFINITY = tl.constexpr(float("inf"))
@@ -65,28 +66,22 @@ def mixed(x):
 
 @device
 def noise_words(key, count, index):
-    """What the noise of a row's elements from `index` on shares in the step of this count.
-
-    The words of the next turn are for indices beyond the next multiple of 2^32.
-    """
+    """What the noise of a row's elements from `index` on shares in the step of this count."""
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    window = mixed(low + (count // WINDOW).to(tl.uint32) * 0x9E3779B1)
-    first = mixed(window ^ (index >> 32).to(tl.uint32))
-    next_first = mixed(window ^ ((index >> 32) + 1).to(tl.uint32))
-    shift = (count % WINDOW).to(tl.uint32) * 0x9E379E37
-    return index.to(tl.uint32), first, mixed(high ^ first), next_first, mixed(high ^ next_first), shift
+    start = mixed(low + (count // WINDOW).to(tl.uint32) * 0x9E3779B1)
+    turn = (count % WINDOW).to(tl.uint32) * STEP
+    return (index // QUANTUM).to(tl.uint32), (index % QUANTUM).to(tl.int32), start, mixed(high ^ start), turn
 
 
 @device
 def noise(words, o):
     """32 random bits for each of the elements at offsets `o`."""
-    begin, first, second, next_first, next_second, shift = words
-    b_index = begin + o.to(tl.uint32)
-    b_before = b_index >= begin
-    x = b_index * 0x9E3779B1 ^ tl.where(b_before, first, next_first)
-    x = (x ^ (x >> 16)) * 0x7FEB352D + tl.where(b_before, second, next_second)
+    quantum, skipped, start, more, turn = words
+    b_place = skipped + o.to(tl.int32)
+    x = (quantum + (b_place // QUANTUM).to(tl.uint32)) * 0x9E3779B1 ^ start
+    x = (x ^ (x >> 16)) * 0x7FEB352D + more
     x = (x ^ (x >> 15)) * 0x846CA68B
-    return (x ^ (x >> 16)) + shift
+    return (x ^ (x >> 16)) + (b_place % QUANTUM).to(tl.uint32) * STRIDE + turn
 
 
 @device
