@@ -412,10 +412,16 @@ class CoefficientCache {
   Coefficients<T> k_;
 };
 
-// Every thread has its part of the chunks, the same one in every pass, so that its data stay in the
-// caches near it; whoever is done helps with the other parts, a few neighbouring chunks at a time.
+int64_t elements_of(const Bucket& bucket, const Chunk& chunk) {
+  const int64_t left = row_of(bucket, chunk.row).numel - chunk.begin;
+  return left < CHUNK ? left : CHUNK;
+}
+
+// Every thread has its part of the chunks, the same one in every pass, so that its data stay in the caches near it.
+// Parts have about as many elements each: a thread that is done helps with the other parts, a few neighbouring
+// chunks at a time, and what it writes there must come back from its caches.
 template <typename Work>
-void for_each_chunk(int64_t count, int threads, bool reverse, Work&& make_worker) {
+void for_each_chunk(const Bucket& bucket, int threads, bool reverse, Work&& make_worker) {
   struct alignas(64) Part {
     std::atomic<int64_t> next{0};
     int64_t begin, end;
@@ -426,12 +432,23 @@ void for_each_chunk(int64_t count, int threads, bool reverse, Work&& make_worker
     bool reverse;
     Work* make_worker;
   };
+  constexpr int64_t start = 256;  // what it costs to start a chunk, in elements
+  const int64_t count = bucket.chunk_count;
   const int team = static_cast<int>(count < threads ? count : threads);
   if (team < 1) return;
   Shared shared{std::vector<Part>(static_cast<size_t>(team)), 1 + count / (16 * team), reverse, &make_worker};
+  int64_t left = 0, chunk = 0;
+  for (int64_t i = 0; team > 1 && i < count; ++i) left += start + elements_of(bucket, bucket.chunks[i]);
   for (int t = 0; t < team; ++t) {
-    shared.parts[t].begin = count * t / team;
-    shared.parts[t].end = count * (t + 1) / team;
+    shared.parts[t].begin = chunk;
+    const int64_t share = left / (team - t);
+    for (int64_t taken = 0; taken < share && chunk < count; ++chunk) {
+      const int64_t cost = start + elements_of(bucket, bucket.chunks[chunk]);
+      taken += cost;
+      left -= cost;
+    }
+    if (t == team - 1) chunk = count;
+    shared.parts[t].end = chunk;
   }
   run_team(
       [](void* data) {
@@ -555,7 +572,7 @@ auto with_way(const Bucket& bucket, F&& f) {
 template <bool RMS, bool REGULARISED, typename Way>
 void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int threads) {
   using T = typename Way::Type;
-  for_each_chunk(bucket.chunk_count, threads, false, [&] {
+  for_each_chunk(bucket, threads, false, [&] {
     return [&, cache = CoefficientCache<T>(bucket, rule, clip, 1.0)](int64_t i) mutable {
       const Chunk chunk = bucket.chunks[i];
       const TensorRow row = row_of(bucket, chunk.row);
@@ -599,7 +616,7 @@ template <bool MOMENTUM, bool COORDINATE, bool RMS, typename Way>
 bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, int threads) {
   using T = typename Way::Type;
   std::atomic<bool> kept{false};
-  for_each_chunk(bucket.chunk_count, threads, true, [&] {
+  for_each_chunk(bucket, threads, true, [&] {
     return [&, cache = CoefficientCache<T>(bucket, rule, shrink.clip, shrink.rho)](int64_t i) mutable {
       const Chunk chunk = bucket.chunks[i];
       const TensorRow row = row_of(bucket, chunk.row);
