@@ -91,6 +91,16 @@ def test_the_missing_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert COMMAND in printed
 
 
+def test_skipped_steps_are_explained(tmp_path: Path) -> None:
+    runs = scores("ngn-m", {0.1: 97.0, 1.0: 98.0})
+    runs[1]["skipped_steps"] = 12
+    kept = summary.load(repository(tmp_path, runs), cli.planned)
+    text = summary.sections(kept)["one"]
+    assert "98.00 †" in text and "†: the optimizer skipped steps as not finite, 12 in all." in text
+    plain = summary.load(repository(tmp_path / "plain", PARTIAL), cli.planned)
+    assert "†" not in summary.sections(plain)["one"]
+
+
 def test_documents_are_checked_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

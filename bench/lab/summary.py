@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import BenchError
 from ..report import Column, Table, markdown_table
 from . import figures
-from .results import AT_BOUND, Results, bound_shares, grid_table, number
+from .results import AT_BOUND, Results, bound_shares, grid_table, number, skipped_note
 from .sweep import Record, require_one_problem
 from .train import EARLY, RunSpec
 
@@ -264,7 +264,9 @@ def _section(sweep: Kept) -> str:
     if results is None:
         return text
     shown = [grid_table(results, names) for names in results.families().values()]
-    return text + "".join(f"\n{markdown_table(table)}" for table in shown)
+    text += "".join(f"\n{markdown_table(table)}" for table in shown)
+    note = skipped_note(sweep.runs)
+    return f"{text}\n{note}\n" if note else text
 
 
 def replaced(text: str, parts: dict[str, str], path: Path) -> str:
