@@ -286,7 +286,7 @@ __attribute__((noinline)) inline uint32_t scale_of_odd_v(const float* v) {
   for (int i = 0; i < QUANTUM; ++i) {
     const uint32_t bits = Smaller{}(bit_cast<uint32_t>(v[i]), LARGEST_V);
     top = Larger{}(top, bits);
-    if (bits != 0) bottom = Smaller{}(bottom, bits);
+    bottom = Smaller{}(bottom, bits == 0 ? LARGEST_V : bits);
   }
   return top == 0 ? LEAST_SHIFT : scale_between(top, bottom);
 }
