@@ -412,9 +412,12 @@ class CoefficientCache {
   Coefficients<T> k_;
 };
 
+int64_t end_of(const Chunk& chunk, const TensorRow& row) {
+  return chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
+}
+
 int64_t elements_of(const Bucket& bucket, const Chunk& chunk) {
-  const int64_t left = row_of(bucket, chunk.row).numel - chunk.begin;
-  return left < CHUNK ? left : CHUNK;
+  return end_of(chunk, row_of(bucket, chunk.row)) - chunk.begin;
 }
 
 // Every thread has its part of the chunks, the same one in every pass, so that its data stay in the caches near it.
@@ -580,8 +583,7 @@ void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int thre
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
       double weighted[LANES] = {}, alignment[LANES] = {};
-      const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
-      Way::template reduce<RMS, REGULARISED>(bucket, row, chunk.begin, end, k, weighted, alignment);
+      Way::template reduce<RMS, REGULARISED>(bucket, row, chunk.begin, end_of(chunk, row), k, weighted, alignment);
       const Group& group = bucket.groups[row.group];
       const double copies = static_cast<double>(row.copies);
       const double sum = k.unit * sum_lanes(weighted) / copies;
@@ -622,9 +624,8 @@ bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, 
       const TensorRow row = row_of(bucket, chunk.row);
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      const int64_t end = chunk.begin + CHUNK < row.numel ? chunk.begin + CHUNK : row.numel;
       const bool kept_here = with_flag(k.decay != 0, [&](auto decay) {
-        return Way::template apply<MOMENTUM, COORDINATE, RMS, decay.value>(bucket, row, chunk.begin, end, k);
+        return Way::template apply<MOMENTUM, COORDINATE, RMS, decay.value>(bucket, row, chunk.begin, end_of(chunk, row), k);
       });
       if (kept_here) kept.store(true, std::memory_order_relaxed);
     };
