@@ -140,8 +140,9 @@ class Signature {
       if (!gradient_of(param).is_none()) return STALE;
     }
     // Two loops: each one's code stays in the instruction cache, both together would not.
-    for (const Row& row : rows_) {
-      if (is_stale(row)) return STALE;
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      if (i + AHEAD < rows_.size()) fetch(rows_[i + AHEAD]);
+      if (is_stale(rows_[i])) return STALE;
     }
     int seen = SAME;
     for (size_t i = 0; i < rows_.size(); ++i) {
@@ -165,6 +166,9 @@ class Signature {
   static constexpr int64_t UNUSUAL_ADDRESS = -1;
 
  private:
+  static constexpr size_t AHEAD = 4;                       // rows
+  static constexpr uintptr_t LINE = 64, TENSOR_IMPL = 184;  // bytes
+
   // Shape and strides lie in extents_, all rows' together, where a look meets them one after the other.
   struct Place {
     int64_t address;
@@ -188,6 +192,7 @@ class Signature {
     py::object spec;  // how a DTensor is spread over ranks; none of other tensors
     Place place, order;
     size_t first_state, end_state;  // in state_tensors_
+    size_t first_line, end_line;    // in lines_
     dlpack::DataType gradient_type;
     bool may_be_negated;  // has one element
   };
@@ -200,6 +205,8 @@ class Signature {
     if (is_sharded(row.param)) row.spec = spec_.of(row.param);
     const py::object part = part_of(row.param, bool(row.spec));
     row.place = place(part.ptr());
+    row.first_line = lines_.size();
+    note_lines(row.param, part);
     row.order = py::object(item[1]).is(part) ? row.place : place(py::object(item[1]).ptr());
     row.gradient_type = look_at(py::object(item[4]).ptr()).dtype;
     row.first_state = state_tensors_.size();
@@ -207,17 +214,39 @@ class Signature {
       const py::object name = py::reinterpret_borrow<py::object>(key), tensor = row.state[key];
       const bool sharded = is_sharded(tensor);
       const py::object seen_part = part_of(tensor, sharded);
+      note_lines(tensor, seen_part);
       const dlpack::Tensor seen = look_at(seen_part.ptr());
       const bool like_row = same_kind(seen, seen.dtype, row.order);
       const Place order = like_row ? row.order : place(seen_part.ptr());
       state_tensors_.push_back({name, tensor, seen.address(), seen.dtype, order, sharded});
     }
     row.end_state = state_tensors_.size();
+    row.end_line = lines_.size();
     row.may_be_negated = true;
     for (int32_t d = 0; d < row.order.ndim; ++d) {
       row.may_be_negated = row.may_be_negated && extents_[row.order.first + 2 * d] == 1;
     }
     rows_.push_back(std::move(row));
+  }
+
+  // The memory that a look at a tensor waits for: the Python object, torch's own, and its storage's.
+  // Only hints: a wrong address costs time and nothing else.
+  void note_lines(const py::object& tensor, const py::object& part) {
+    const auto note = [this](uintptr_t first, uintptr_t bytes) {
+      for (uintptr_t line = first / LINE; line <= (first + bytes - 1) / LINE; ++line) {
+        lines_.push_back(reinterpret_cast<const char*>(line * LINE));
+      }
+    };
+    if (!tensor.is(part)) note(reinterpret_cast<uintptr_t>(tensor.ptr()), LINE);
+    note(reinterpret_cast<uintptr_t>(part.ptr()), LINE / 2);
+    note(py::cast<uintptr_t>(part.attr("_cdata")), TENSOR_IMPL);
+    note(py::cast<uintptr_t>(part.attr("untyped_storage")().attr("_cdata")), LINE);
+  }
+
+  // Ask for it all at once, some rows ahead, instead of for one after the other. After a backward pass
+  // nothing of it is in a cache: this halves the time of a look.
+  void fetch(const Row& row) const {
+    for (size_t i = row.first_line; i < row.end_line; ++i) __builtin_prefetch(lines_[i]);
   }
 
   dlpack::Tensor look_at(PyObject* tensor) const {
@@ -351,6 +380,7 @@ class Signature {
   std::vector<int64_t> extents_;
   std::vector<State> state_tensors_;
   std::vector<Row> rows_;
+  std::vector<const char*> lines_;
   std::vector<PyObject*> idle_;  // parameters that have no row
   std::vector<py::array_t<int64_t>> columns_;
   std::vector<int64_t*> slots_;
