@@ -37,7 +37,7 @@ from .state import (
     storage_of,
     stored_dtype,
 )
-from .tables import Column, Count, DeviceTables, Sum, float_type
+from .tables import Column, Count, DeviceTables, Sum, array_of, float_type
 from .transfer import Numbers
 
 
@@ -244,6 +244,7 @@ class Plan:
             torch.zeros(max(1, len(buckets)), len(Sum), dtype=float_type(d.device), device=d.device)
             for d in devices
         ]
+        self.home_sums = array_of(self.sums[0])
         by_device = {d.device: (d, s) for d, s in zip(devices, self.sums, strict=True)}
         for index, bucket in enumerate(buckets):
             bucket.index = index

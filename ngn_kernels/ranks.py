@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .plan import Plan, copy_to
 from .shards import copies, is_sharded
-from .tables import Input, Sum, float_type
+from .tables import Input, Sum, array_of, float_type
 
 
 class Message(IntEnum):
@@ -112,13 +112,15 @@ class Agreement:
 NOTHING_AGREED = Agreement({})
 
 
-def array_of(tensor: Tensor) -> Any:
-    """A tensor for arithmetic on a few numbers: on the host numpy takes a fraction of the time."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
-
-
 def on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray)
+
+
+def added_up(rows: Any) -> Any:
+    """Of messages, or of buckets' sums. A few plain numbers are added before numpy gets going."""
+    if on_host(rows):
+        return [sum(column) for column in zip(*rows.tolist(), strict=True)]
+    return rows.sum(0)
 
 
 class Exchange:
@@ -143,6 +145,7 @@ class Exchange:
         self._wired = self._sent if wire == home else torch.zeros_like(self._sent, device=wire)
         self._received = self._wired.new_zeros(self.size, len(Message))
         self._by_rank = list(self._received.unbind())
+        self._message, self._messages = array_of(self._sent), array_of(self._received)
         self.begin()
 
     def begin(self) -> None:
@@ -171,9 +174,8 @@ class Exchange:
         With clipping, rules with RMS come here twice: with the norm, and with their own sums.
         """
         first, self._begun = not self._begun, True
-        scalars, sums = array_of(plan.home.inputs.scalars), array_of(plan.sums[0])
-        total = sums.sum(0)
-        sent = array_of(self._sent)
+        scalars, sums, sent = plan.home.inputs.array, plan.home_sums, self._message
+        total = added_up(sums)
         sent[:] = 0.0
         if first:
             sent[Message.LOSS] = scalars[Input.LOSS]
@@ -186,7 +188,7 @@ class Exchange:
                 sent[Message.NORM] = total[Sum.NORM]
 
         received = self._gather()
-        everyone = received.sum(0)
+        everyone = added_up(received)
         if first:
             if on_host(received) and not self._check(received):
                 return False
@@ -205,7 +207,7 @@ class Exchange:
         if self.ranks.loss_reduction == "mean":
             loss = loss / everyone[Message.WEIGHT]
         if on_host(received):
-            self.check_loss(float(loss))
+            self.check_loss(loss)
         else:
             # The host is not asked: a step that must not happen is one without a finite loss.
             told = received[:, Message.AGREEMENT]
@@ -279,4 +281,6 @@ class Exchange:
                 f"did not get them ({error}): every rank of reduce_group must call step() the same "
                 "number of times, also one without gradients or without a loss"
             ) from error
+        if self._wired is self._sent:
+            return self._messages
         return array_of(self._received.to(self.home))
