@@ -108,11 +108,10 @@ class QuantumColumn {
     return value;
   }
 
-  // What the codes of a quantum depend on, given the largest magnitude in each lane of it: it takes long enough
-  // to be worth asking for ahead of store().
-  NGN_INLINE Scale scale_of(const Quantum<Floats>& value, Words most) const {
-    if (type_ == DType::int8) return {exponent_of_m(most), true};
-    if (type_ == DType::uint8) return scale_of_v(value, most);
+  // What the codes of a quantum depend on: it takes long enough to be worth asking for ahead of store().
+  NGN_INLINE Scale scale_of(const Quantum<Floats>& value) const {
+    if (type_ == DType::int8) return {exponent_of_m(value), true};
+    if (type_ == DType::uint8) return scale_of_v(value);
     return {};
   }
 
@@ -294,28 +293,36 @@ bool update_block(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T>
   return kept;
 }
 
-// One quantum with elements that keep their old values. By itself, so that the loop has its registers.
+// One quantum in which elements may keep their old values. By itself, so that the loop has its registers.
 template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
-__attribute__((noinline)) void update_with_care(QuantumColumn x, QuantumColumn m, QuantumColumn v, QuantumColumn g,
+__attribute__((noinline)) bool update_with_care(QuantumColumn x, QuantumColumn m, QuantumColumn v, QuantumColumn g,
                                                 int64_t i, Coefficients<float> k, Noise noise) {
+  bool kept = false;
   const Quantum<Floats> none = {}, gradient = g.load_scaled(i, k.gradient_scale);
   Quantum<Floats> new_x = x.load(i), new_m = MOMENTUM ? m.load(i) : none, new_v = RMS ? v.load(i) : none;
-  Words most_m = {}, most_v = {};
   for (int j = 0; j < VECTORS; ++j) {
     const Element<Floats> old = {new_x[j], new_m[j], new_v[j]};
     Element<Floats> element = old;
     update<MOMENTUM, DECAY>(element, draft<COORDINATE, RMS>(old.v, gradient[j], k), gradient[j], k);
-    keep(old, room_of<MOMENTUM, RMS, true>(element, k), element);
+    const auto room = room_of<MOMENTUM, RMS, true>(element, k);
+    kept = kept || any_negative(room);
+    keep(old, room, element);
     new_x[j] = element.x;
     new_m[j] = element.m;
     new_v[j] = element.v;
-    most_m = Larger{}(most_m, magnitude(element.m));
-    most_v = Larger{}(most_v, magnitude(element.v));
   }
   const Quantum<Words> random = noise.of(i);
   x.store(i, new_x, {}, x.is_stochastic() ? other_noise(random) : random);
-  if constexpr (RMS) v.store(i, new_v, v.scale_of(new_v, most_v), random);
-  if constexpr (MOMENTUM) m.store(i, new_m, m.scale_of(new_m, most_m), random);
+  if constexpr (RMS) v.store(i, new_v, v.scale_of(new_v), random);
+  if constexpr (MOMENTUM) m.store(i, new_m, m.scale_of(new_m), random);
+  return kept;
+}
+
+// Numbers whose squares add up to less can be stored as x and as m.
+inline float small_squares(const Coefficients<float>& k) {
+  const double limit = k.x_limit < k.m_limit ? k.x_limit : k.m_limit, largest = std::numeric_limits<float>::max();
+  const double square = 0.99 * limit * limit;  // sums are rounded
+  return static_cast<float>(square < largest ? square : largest);
 }
 
 // The same a quantum at a time, whole ones from `begin` to `end`.
@@ -323,19 +330,20 @@ template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
 bool update_quanta(QuantumColumn x, QuantumColumn m, QuantumColumn v, const QuantumColumn g, int64_t begin, int64_t end,
                    const Coefficients<float> k, const Noise noise) {
   bool kept = false;
+  const float small = small_squares(k);
   for (int64_t i = begin; i < end; i += QUANTUM) {
     const Quantum<Floats> gradient = g.load_scaled(i, k.gradient_scale);
     Quantum<Floats> new_x, new_m = {}, new_v = {}, divisor;
-    Words most_x = {}, most_m = {}, most_v = {};
+    Floats squares = {}, sum_of_v = {};
     Scale v_scale = {}, m_scale = {};
     if constexpr (RMS) new_v = v.load(i);
     NGN_EACH_VECTOR(j) {
       const Draft<Floats> made = draft<COORDINATE, RMS>(new_v[j], gradient[j], k);
       new_v[j] = made.v;
       divisor[j] = made.divisor;
-      most_v = Larger{}(most_v, words_of(made.v));  // v is never negative
+      sum_of_v += made.v;
     }
-    if constexpr (RMS) v_scale = v.scale_of(new_v, most_v);
+    if constexpr (RMS) v_scale = v.scale_of(new_v);
     new_x = x.load(i);
     if constexpr (MOMENTUM) new_m = m.load(i);
     NGN_EACH_VECTOR(j) {
@@ -343,16 +351,15 @@ bool update_quanta(QuantumColumn x, QuantumColumn m, QuantumColumn v, const Quan
       update<MOMENTUM, DECAY>(element, Draft<Floats>{new_v[j], divisor[j]}, gradient[j], k);
       new_x[j] = element.x;
       new_m[j] = element.m;
-      most_x = Larger{}(most_x, magnitude(element.x));
-      most_m = Larger{}(most_m, magnitude(element.m));
+      squares = multiply_add(element.x, element.x, squares);
+      if constexpr (MOMENTUM) squares = multiply_add(element.m, element.m, squares);
     }
-    const Element<Floats> most = {floats_of(most_x), floats_of(most_m), floats_of(most_v)};
-    if (__builtin_expect(any_negative(room_of<MOMENTUM, RMS, true>(most, k)), 0)) {
-      kept = true;
-      update_with_care<MOMENTUM, COORDINATE, RMS, DECAY>(x, m, v, g, i, k, noise);
+    // Of positive numbers, no sum is less than one of its terms.
+    if (__builtin_expect(any_negative(headroom(squares, small) | headroom(sum_of_v, k.v_limit)), 0)) {
+      kept |= update_with_care<MOMENTUM, COORDINATE, RMS, DECAY>(x, m, v, g, i, k, noise);
       continue;
     }
-    if constexpr (MOMENTUM) m_scale = m.scale_of(new_m, most_m);
+    if constexpr (MOMENTUM) m_scale = m.scale_of(new_m);
     // Each store frees registers for the next.
     if (!x.is_stochastic()) x.store(i, new_x, {}, {});
     const Quantum<Words> random = noise.of(i);
@@ -670,10 +677,8 @@ void encode(const float* values, int64_t numel, int64_t noise_key, int64_t step_
     const int64_t n = numel - i < QUANTUM ? numel - i : QUANTUM;
     Tail tail[2];
     const Quantum<Floats> value = from.tail(i, n, tail[0]).load(0);
-    Words most = {};
-    NGN_EACH_VECTOR(j) most = Larger{}(most, magnitude(value[j]));
     const QuantumColumn part = to.tail(i, n, tail[1]);
-    part.store(0, value, part.scale_of(value, most), Noise(noise_key, step_count, first).of(i));
+    part.store(0, value, part.scale_of(value), Noise(noise_key, step_count, first).of(i));
     to.put_back(i, n, tail[1]);
   }
 }

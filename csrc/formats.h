@@ -119,19 +119,24 @@ NGN_INLINE Words load_signed_halves(const void* from) {
 #endif
 }
 
-// The upper, or the lower, halves of words.
-template <bool UPPER>
-NGN_INLINE void store_halves(void* to, const Quantum<Words>& value) {
 #if defined(__AVX512F__)
+// The upper, or the lower, halves of two vectors.
+template <bool UPPER>
+NGN_INLINE __m512i halves_of(Words first, Words second) {
   const __m512i even = _mm512_setr_epi32(0x00020000, 0x00060004, 0x000a0008, 0x000e000c, 0x00120010, 0x00160014,
                                          0x001a0018, 0x001e001c, 0x00220020, 0x00260024, 0x002a0028, 0x002e002c,
                                          0x00320030, 0x00360034, 0x003a0038, 0x003e003c);
   const __m512i place = UPPER ? _mm512_add_epi16(even, _mm512_set1_epi16(1)) : even;
+  return _mm512_permutex2var_epi16(bit_cast<__m512i>(first), place, bit_cast<__m512i>(second));
+}
+#endif
+
+// The upper, or the lower, halves of words.
+template <bool UPPER>
+NGN_INLINE void store_halves(void* to, const Quantum<Words>& value) {
+#if defined(__AVX512F__)
   NGN_EACH_VECTOR(j) {
-    if (j % 2 == 0) {
-      _mm512_storeu_si512(static_cast<char*>(to) + j * 32,
-                          _mm512_permutex2var_epi16(bit_cast<__m512i>(value[j]), place, bit_cast<__m512i>(value[j + 1])));
-    }
+    if (j % 2 == 0) _mm512_storeu_si512(static_cast<char*>(to) + j * 32, halves_of<UPPER>(value[j], value[j + 1]));
   }
 #else
   for (int j = 0; j < VECTORS; ++j) {
@@ -242,7 +247,9 @@ NGN_INLINE Quantum<Floats> decode_m(const int8_t* codes, float scale) {
 }
 
 // The exponent of the least power of two with |m| <= 127 times that.
-NGN_INLINE uint32_t exponent_of_m(Words most) {
+NGN_INLINE uint32_t exponent_of_m(const Quantum<Floats>& m) {
+  Words most = {};
+  NGN_EACH_VECTOR(j) most = Larger{}(most, magnitude(m[j]));
   const uint32_t raised = (largest_lane(most) + 0x1ffff) >> 23;
   return raised > 7 ? raised - 6 : 1;
 }
@@ -291,9 +298,12 @@ __attribute__((noinline)) inline uint32_t scale_of_odd_v(const float* v) {
   return top == 0 ? LEAST_SHIFT : scale_between(top, bottom);
 }
 
-NGN_INLINE Scale scale_of_v(const Quantum<Floats>& v, Words most) {
-  Words least = ~Words{};
-  NGN_EACH_VECTOR(j) least = Smaller{}(least, words_of(v[j]));
+NGN_INLINE Scale scale_of_v(const Quantum<Floats>& v) {
+  Words most = {}, least = ~Words{};
+  NGN_EACH_VECTOR(j) {
+    most = Larger{}(most, words_of(v[j]));  // v is never negative
+    least = Smaller{}(least, words_of(v[j]));
+  }
   const uint32_t top = largest_lane(most), bottom = ~largest_lane(~least);
   if (__builtin_expect(bottom == 0 || top > LARGEST_V, 0)) {
     alignas(64) float values[QUANTUM];
@@ -330,12 +340,25 @@ NGN_INLINE Quantum<Floats> decode_bfloat16(const uint16_t* codes) {
 }
 
 NGN_INLINE void nearest_bfloat16(const Quantum<Floats>& value, uint16_t* codes) {
+#if defined(__AVX512F__)
+  NGN_EACH_VECTOR(j) {
+    if (j % 2 == 0) {
+      const Words first = words_of(value[j]), second = words_of(value[j + 1]);
+      const __m512i upper = halves_of<true>(first, second), lower = halves_of<false>(first, second);
+      // (lower + 0x7ffe + 1 + whether upper is odd) / 2: its highest bit is the carry.
+      const __m512i half = _mm512_or_si512(_mm512_and_si512(upper, _mm512_set1_epi16(1)), _mm512_set1_epi16(0x7ffe));
+      const __m512i carry = _mm512_srli_epi16(_mm512_avg_epu16(lower, half), 15);
+      _mm512_storeu_si512(codes + j * WIDTH, _mm512_add_epi16(upper, carry));
+    }
+  }
+#else
   Quantum<Words> sum;
   NGN_EACH_VECTOR(j) {
     const Words bits = words_of(value[j]);
     sum[j] = (bits & 0x10000) == 0 ? bits + 0x7fff : bits + 0x8000;
   }
   store_halves<true>(codes, sum);
+#endif
 }
 
 // A neighbour of each value, the nearer one more often; finite up to 0x1.fep127.

@@ -167,7 +167,7 @@ class Signature {
 
  private:
   static constexpr size_t AHEAD = 4;                       // rows
-  static constexpr uintptr_t LINE = 64, TENSOR_IMPL = 184;  // bytes
+  static constexpr uintptr_t LINE = 64, TENSOR_IMPL = 184, SMALL_DICT = 160;  // bytes
 
   // Shape and strides lie in extents_, all rows' together, where a look meets them one after the other.
   struct Place {
@@ -221,6 +221,8 @@ class Signature {
       state_tensors_.push_back({name, tensor, seen.address(), seen.dtype, order, sharded});
     }
     row.end_state = state_tensors_.size();
+    note(row.state.ptr(), sizeof(PyDictObject));
+    note(reinterpret_cast<PyDictObject*>(row.state.ptr())->ma_keys, SMALL_DICT);
     row.end_line = lines_.size();
     row.may_be_negated = true;
     for (int32_t d = 0; d < row.order.ndim; ++d) {
@@ -230,17 +232,22 @@ class Signature {
   }
 
   // The memory that a look at a tensor waits for: the Python object, torch's own, and its storage's.
-  // Only hints: a wrong address costs time and nothing else.
   void note_lines(const py::object& tensor, const py::object& part) {
-    const auto note = [this](uintptr_t first, uintptr_t bytes) {
-      for (uintptr_t line = first / LINE; line <= (first + bytes - 1) / LINE; ++line) {
-        lines_.push_back(reinterpret_cast<const char*>(line * LINE));
-      }
+    const auto address = [](const py::object& object) {
+      return reinterpret_cast<const void*>(py::cast<uintptr_t>(object.attr("_cdata")));
     };
-    if (!tensor.is(part)) note(reinterpret_cast<uintptr_t>(tensor.ptr()), LINE);
-    note(reinterpret_cast<uintptr_t>(part.ptr()), LINE / 2);
-    note(py::cast<uintptr_t>(part.attr("_cdata")), TENSOR_IMPL);
-    note(py::cast<uintptr_t>(part.attr("untyped_storage")().attr("_cdata")), LINE);
+    if (!tensor.is(part)) note(tensor.ptr(), LINE);
+    note(part.ptr(), LINE / 2);
+    note(address(part), TENSOR_IMPL);
+    note(address(part.attr("untyped_storage")()), LINE);
+  }
+
+  // Only hints: a wrong address costs time and nothing else.
+  void note(const void* object, uintptr_t bytes) {
+    const auto first = reinterpret_cast<uintptr_t>(object);
+    for (uintptr_t line = first / LINE; line <= (first + bytes - 1) / LINE; ++line) {
+      lines_.push_back(reinterpret_cast<const char*>(line * LINE));
+    }
   }
 
   // Ask for it all at once, some rows ahead, instead of for one after the other. After a backward pass

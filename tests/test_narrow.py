@@ -306,19 +306,21 @@ def test_what_a_narrow_type_cannot_hold_is_kept(backend: str) -> None:
     assert v.isfinite().all() and v[9] == largest and (v[:9] > 0).all()
 
 
+@pytest.mark.parametrize("start", [0.0, 3.4e38])
 @pytest.mark.parametrize("state", ["bfloat16", "8bit"])
-def test_momentum_that_a_narrow_type_cannot_hold_is_kept(backend: str, state: str) -> None:
-    """Nor does 3.4e38 fit a bfloat16, or a byte and its scale."""
-    if backend == "triton":
-        pytest.skip("it keeps float32 state")
+def test_momentum_that_a_narrow_type_cannot_hold_is_kept(
+    backend: str, state: str, start: float
+) -> None:
+    """Nor does 3.4e38 fit a bfloat16, or a byte and its scale; also where it leads back to 0."""
     p = Parameter(torch.zeros(4096))
+    p.data[9] = start
     optimizer = ngn_kernels.NGNM([p], lr=6.8e38, momentum=0.5, backend=backend, state=state)
-    p.grad = torch.full_like(p, 1e-3)
+    p.grad = torch.full_like(p, 1e-30)  # its neighbours' numbers are small
     p.grad[9] = 1.0
     with pytest.warns(SkippedStepWarning, match="kept"):
         optimizer.step(loss=1e90)
     m = numbers_in(optimizer, p)["momentum_buffer"]
-    assert p[9] == 0 and m[9] == 0 and m.isfinite().all()
+    assert p[9] == torch.tensor(start) and m[9] == 0 and m.isfinite().all()
     assert (p[:9] < 0).all() and (m[:9] > 0).all()
 
 

@@ -885,17 +885,38 @@ CPU = of(
     ),
     (
         "cpu-quantum-that-keeps-all",
-        "    keep(old, room_of<MOMENTUM, RMS, true>(element, k), element);\n",
-        "    element = old;\n",
+        "any_negative(room);\n    keep(old, room, element);\n",
+        "any_negative(room);\n    element = old;\n",
         "tests/test_narrow.py -k cannot_hold",
         "only elements that a format cannot hold are kept",
     ),
     (
-        "cpu-quantum-without-care",
-        "any_negative(room_of<MOMENTUM, RMS, true>(most, k))",
-        "any_negative(room_of<MOMENTUM, RMS, false>(most, k))",
+        "cpu-quantum-without-care-of-v",
+        " | headroom(sum_of_v, k.v_limit)",
+        "",
         "tests/test_narrow.py -k cannot_hold",
-        "what narrow state cannot hold is kept",
+        "second moments that narrow state cannot hold are kept",
+    ),
+    (
+        "cpu-quantum-without-care-of-m",
+        "      if constexpr (MOMENTUM) squares = multiply_add(element.m, element.m, squares);\n",
+        "",
+        "tests/test_narrow.py -k cannot_hold",
+        "momentum that narrow state cannot hold is kept",
+    ),
+    (
+        "cpu-quantum-limit",
+        "const double square = 0.99 * limit * limit;",
+        "const double square = limit * limit * limit;",
+        "tests/test_atomic.py -k 'storage_overflow and cpu'",
+        "what 16-bit parameters cannot hold is kept",
+    ),
+    (
+        "cpu-care-taken-for-elements-kept",
+        "    kept = kept || any_negative(room);\n",
+        "    kept = true;\n",
+        "tests/test_rounding.py -k no_parameter_overflows",
+        "large numbers that can be stored are nothing to warn of",
     ),
     (
         "cpu-tail-of-remainders",
@@ -929,6 +950,13 @@ CPU = of(
 
 FORMATS_H = of(
     "csrc/formats.h",
+    (
+        "formats-h-ties-of-the-nearest",
+        "== 0 ? bits + 0x7fff : bits + 0x8000;",
+        "== 0 ? bits + 0x8000 : bits + 0x8000;",
+        "tests/test_cpu_engine.py -k narrowing_rounds_like_torch",
+        "ties of bfloat16 go to even",
+    ),
     (
         "formats-h-least-exponent-of-m",
         "return raised > 7 ? raised - 6 : 1;",
