@@ -21,7 +21,7 @@ help:
 	@echo "make test-trainers HF Trainer, Accelerate, TRL, Lightning and Ignite (2 minutes)"
 	@echo "make lint types   ruff and mypy"
 	@echo "make bench-suite  the pytest-benchmark suite"
-	@echo "make reference    measure what README and docs/speed.md show, on a quiet machine (6 minutes)"
+	@echo "make reference    measure what README and docs show, on a quiet machine (7 minutes)"
 	@echo "make readme       README's table and picture from bench/results"
 	@echo "make readme-check fails if they do not match"
 	@echo "make sanitize     the CPU tests under the address and undefined-behaviour sanitizers"
@@ -86,6 +86,7 @@ reference: $(RIVALS)/.built
 		--json bench/results/reference.json
 	$(RIVALS)/bin/python -m ngn_bench train --preset loops --threads 2 \
 		--json bench/results/loops.json
+	$(BIN)/python -m ngn_bench ranks --ranks 1,2 --json bench/results/ranks.json
 	$(BIN)/python -m ngn_bench.readme
 
 readme: $(BUILT)

@@ -1,8 +1,8 @@
 """Write what README and docs have between markers, or check that it matches its source.
 
-README's table and picture and the tables of docs/speed.md come from the stored reference run, the
-docs' tables of traffic from the rules. `python -m ngn_bench.readme` rewrites them; `--check` changes
-nothing and exits with status 1 if it would.
+README's table and picture and the tables of docs/speed.md come from the stored reference run, that
+of docs/ranks.md from a stored run of `ngn-bench ranks`, the docs' tables of traffic from the rules.
+`python -m ngn_bench.readme` rewrites them; `--check` changes nothing and exits with status 1 if it would.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from . import plots, report
 from .contenders import BASELINE
 from .environment import machine_line
 from .errors import BenchError
+from .ranks import ranks_table
 from .report import (
     Column,
     Table,
@@ -89,6 +90,12 @@ def speed_section(record: dict[str, Any]) -> str:
     parts += [f"{line[0].upper()}{line[1:]}.\n" for line in not_run_lines(record)]
     parts.append(f"{_measured(record)}\n")
     return "\n".join(parts)
+
+
+def ranks_section(record: dict[str, Any]) -> str:
+    """What a step on several local processes took."""
+    table = ranks_table(record)
+    return f"{markdown_table(table)}\n{table.caption}\n\n{_measured(record)}\n"
 
 
 def _bold(cells: Sequence[str]) -> list[str]:
@@ -246,13 +253,20 @@ def _rules_by_passes() -> dict[Passes, list[NGNVariant]]:
     return found
 
 
-# Of each page in docs/: the name of its markers, and what stands between them, given the record.
-PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "algorithms.md": ("words", lambda _: words_section()),
-    "gpu.md": ("bytes", lambda _: bytes_section()),
-    "speed.md": ("speed", speed_section),
+class Page(NamedTuple):
+    """A page in docs/: its markers' name, what stands between them, and from which kind of record."""
+
+    name: str
+    make: Callable[[dict[str, Any]], str]
+    kind: str = "no record"
+
+
+PAGES = {
+    "algorithms.md": Page("words", lambda _: words_section()),
+    "gpu.md": Page("bytes", lambda _: bytes_section()),
+    "speed.md": Page("speed", speed_section, "step"),
+    "ranks.md": Page("ranks", ranks_section, "ranks"),
 }
-MEASURED_PAGES = ("speed.md",)
 
 
 def marked(name: str, section: str) -> str:
@@ -304,6 +318,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=Path("bench/results/loops.json"),
         help="the JSON of `ngn-bench train --preset loops`; may be absent",
     )
+    parser.add_argument(
+        "--ranks",
+        type=Path,
+        default=Path("bench/results/ranks.json"),
+        help="the JSON of `ngn-bench ranks`",
+    )
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="the folder of the pages")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/step.png"))
     parser.add_argument(
@@ -318,7 +338,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    record = report.read_json(args.json, "step")
+    files = {"step": args.json, "ranks": args.ranks}
+    records = {kind: report.read_json(path, kind) for kind, path in files.items()}
+    record = records["step"]
     loops = report.read_json(args.loops, "train") if args.loops.exists() else None
     try:
         picture = args.picture.relative_to(args.readme.parent).as_posix()
@@ -326,13 +348,14 @@ def _run(args: argparse.Namespace) -> int:
         raise BenchError(f"{args.picture} must lie below {args.readme}'s folder") from None
     section = benchmark_section(record, picture, loops)
     pages = {args.readme: replace_section(args.readme, "bench", section)}
-    for page, (name, make) in PAGES.items():
-        pages[args.docs / page] = replace_section(args.docs / page, name, make(record))
+    sources = {args.readme: f"{args.json} and {args.loops}"}
+    for file, page in PAGES.items():
+        path = args.docs / file
+        pages[path] = replace_section(path, page.name, page.make(records.get(page.kind, {})))
+        sources[path] = str(files.get(page.kind, "the rules"))
     if args.check:
-        sources = {args.readme: f"{args.json} and {args.loops}"}
-        sources.update({args.docs / page: str(args.json) for page in MEASURED_PAGES})
         stale = [
-            f"{path} does not match {sources.get(path, 'the rules')}"
+            f"{path} does not match {sources[path]}"
             for path, (text, wanted) in pages.items()
             if wanted != text
         ]

@@ -199,6 +199,16 @@ def test_compare_bad_files(
         assert "damaged" in failure(capsys, "compare", good, write(tmp_path / "holed.json", holed))
 
 
+def on_ranks(result: dict[str, Any]) -> dict[str, Any]:
+    """A record of `ngn-bench ranks` with one row."""
+    times = {"low": 1e-3, "median": 2e-3, "high": 3e-3, "fastest": 1e-3, "samples": 9}
+    row = {"ranks": 2, "layout": "fsdp2", "optimizer": "NGN-MDv1", "time": times, "outside": times}
+    row |= {"collectives": 1, "bytes": 64, "ratio": 0.25, "outside_ratio": 1.5, "same_bits": True}
+    told = {"rows": [row], "tensors": 3, "side": 4, "threads": 1}
+    command = ["ngn-bench", "ranks", "--ranks", "2"]
+    return {**result, "kind": "ranks", "command": command, **told}
+
+
 def test_readme_is_generated_and_checked(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,9 +218,10 @@ def test_readme_is_generated_and_checked(
     picture = tmp_path / "images" / "step.png"
     loops = tmp_path / "loops.json"
     command = ["--readme", str(text), "--json", source, "--picture", str(picture)]
-    command += ["--loops", str(loops), "--docs", str(tmp_path)]
-    for page, (name, _) in readme.PAGES.items():
-        (tmp_path / page).write_text(readme.marked(name, "old"))
+    ranks = write(tmp_path / "ranks.json", on_ranks(result))
+    command += ["--loops", str(loops), "--docs", str(tmp_path), "--ranks", ranks]
+    for file, page in readme.PAGES.items():
+        (tmp_path / file).write_text(readme.marked(page.name, "old"))
     assert readme.main([*command, "--check"]) == 1
     assert "old" in text.read_text()
     assert readme.main(command) == 0
@@ -250,6 +261,14 @@ def test_readme_is_generated_and_checked(
         "| `NGNMDv1`, `DecNGNMDv1` | 26 / 4 | 24.12 / 3.06 | 21.31 / 2.12 | 22 / 6 | 13.31 / 2.12 |"
     )
     assert narrow in (tmp_path / "gpu.md").read_text()
+
+    many = tmp_path / "ranks.md"
+    assert "| 2 | FSDP2 | NGN-MDv1 | 2.00 ms |" in many.read_text()
+    assert "Measured with `ngn-bench ranks --ranks 2` at revision 0123abc" in many.read_text()
+    many.write_text(many.read_text().replace("2.00 ms", "1.90 ms"))
+    assert readme.main([*command, "--check"]) == 1
+    assert f"ranks.md does not match {ranks}" in capsys.readouterr().out
+    assert readme.main(command) == 0
 
     page = tmp_path / "algorithms.md"
     assert "| NGN-MDv1, Dec-NGN-MDv1 | g, v | g, v↕, m↕, x↕ | 9 | 1.29 |" in page.read_text()
