@@ -35,6 +35,7 @@ PACKAGES = (
 )
 BACKENDS = ("cpu", "triton", "reference")
 CGROUP = Path("/sys/fs/cgroup")
+RESULTS = "results"  # kept records, beside this file
 
 
 def package_versions() -> dict[str, str | None]:
@@ -163,7 +164,10 @@ def fastest_backend(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def git_revision() -> str | None:
-    """The commit of this code, with "-dirty" if it was changed; None outside a clone."""
+    """The commit of this code, with "-dirty" if it was changed; None outside a clone.
+
+    Results are no code: those of one command do not make the next one's revision dirty.
+    """
     here = Path(__file__).resolve()
 
     def git(*arguments: str) -> str:
@@ -173,7 +177,9 @@ def git_revision() -> str | None:
     try:
         # An installed copy may lie inside some other repository.
         git("ls-files", "--error-unmatch", here.name)
-        return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+        revision = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "-uno", "--", ":/", f":(exclude){RESULTS}")
+        return f"{revision}-dirty" if changed else revision
     except (OSError, subprocess.CalledProcessError):
         return None
 

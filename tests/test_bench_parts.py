@@ -213,6 +213,9 @@ def test_the_revision_is_that_of_a_clone(tmp_path: Path, monkeypatch: pytest.Mon
         pytest.skip("git is not installed")
     module = tmp_path / "environment.py"
     module.write_text("")
+    record = tmp_path / "results" / "reference.json"
+    record.parent.mkdir()
+    record.write_text("{}")
     monkeypatch.setattr(environment, "__file__", str(module))
     subprocess.run([*git, "init", "-q"], check=True)
     assert environment.git_revision() is None
@@ -221,6 +224,8 @@ def test_the_revision_is_that_of_a_clone(tmp_path: Path, monkeypatch: pytest.Mon
     revision = environment.git_revision()
     assert revision is not None
     assert re.fullmatch("[0-9a-f]{12}", revision)
+    record.write_text("[]")
+    assert environment.git_revision() == revision
     module.write_text("changed")
     assert environment.git_revision() == f"{revision}-dirty"
 
