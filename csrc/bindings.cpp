@@ -66,14 +66,15 @@ void check_shape(const Array& array, const char* name, py::ssize_t rows, py::ssi
 class BucketTables {
  public:
   BucketTables(IntArray table, IntArray chunks, DoubleArray groups, DoubleArray inputs, DoubleArray sums,
-               int64_t index, IntArray counts, DoubleArray sizes, DType x_type, DType g_type, DType m_type,
+               DoubleArray totals, int64_t index, IntArray counts, DoubleArray sizes, DType x_type, DType g_type, DType m_type,
                DType v_type, Rounding rounding)
       : table_(std::move(table)), chunks_(std::move(chunks)), groups_(std::move(groups)),
-        inputs_(std::move(inputs)), sums_(std::move(sums)), counts_(std::move(counts)), sizes_(std::move(sizes)) {
+        inputs_(std::move(inputs)), sums_(std::move(sums)), totals_(std::move(totals)), counts_(std::move(counts)), sizes_(std::move(sizes)) {
     check_shape(table_, "table", ngn::COLUMNS, -1);
     check_shape(chunks_, "chunks", -1, 2);
     check_shape(groups_, "groups", -1, 5);
     check_shape(sums_, "sums", -1, 3);
+    check_shape(totals_, "totals", sums_.shape(0), 3);
     check(inputs_.ndim() == 1 && inputs_.shape(0) == 5, "inputs must hold 5 numbers");
     check(counts_.ndim() == 1 && counts_.shape(0) == 3, "counts must hold 3 numbers");
     check(sizes_.ndim() == 1 && sizes_.shape(0) == 1 + groups_.shape(0), "sizes must hold one number more than groups");
@@ -94,6 +95,7 @@ class BucketTables {
     bucket_.group_count = groups_.shape(0);
     bucket_.inputs = reinterpret_cast<const ngn::Inputs*>(inputs_.data());
     bucket_.sums = reinterpret_cast<ngn::Sums*>(sums_.mutable_data());
+    bucket_.totals = reinterpret_cast<const ngn::Sums*>(totals_.data());
     bucket_.bucket_count = sums_.shape(0);
     bucket_.index = index;
     bucket_.counts = reinterpret_cast<ngn::Counts*>(counts_.mutable_data());
@@ -154,7 +156,7 @@ class BucketTables {
   }
 
   IntArray table_, chunks_;
-  DoubleArray groups_, inputs_, sums_;
+  DoubleArray groups_, inputs_, sums_, totals_;
   IntArray counts_;
   DoubleArray sizes_;
   std::vector<ngn::Sums> partials_;
@@ -216,11 +218,11 @@ PYBIND11_MODULE(_cpu, module) {
 
   // noconvert: a silent copy would break the sharing of memory that the tables are for.
   py::class_<BucketTables>(module, "Bucket")
-      .def(py::init<IntArray, IntArray, DoubleArray, DoubleArray, DoubleArray, int64_t, IntArray, DoubleArray,
-                    DType, DType, DType, DType, Rounding>(),
+      .def(py::init<IntArray, IntArray, DoubleArray, DoubleArray, DoubleArray, DoubleArray, int64_t, IntArray,
+                    DoubleArray, DType, DType, DType, DType, Rounding>(),
            py::kw_only(), py::arg("table").noconvert(), py::arg("chunks").noconvert(),
            py::arg("groups").noconvert(), py::arg("inputs").noconvert(), py::arg("sums").noconvert(),
-           py::arg("index"), py::arg("counts").noconvert(), py::arg("sizes").noconvert(),
+           py::arg("totals").noconvert(), py::arg("index"), py::arg("counts").noconvert(), py::arg("sizes").noconvert(),
            py::arg("x_type"), py::arg("g_type"), py::arg("m_type"), py::arg("v_type"),
            py::arg("rounding"))
       .def("reduce", &BucketTables::reduce, py::arg("rule"), py::arg("threads"))

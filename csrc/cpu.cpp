@@ -379,9 +379,9 @@ double sum_lanes(const double* lanes) {
 Sums sum_buckets(const Bucket& bucket) {
   Sums total = {};
   for (int64_t i = 0; i < bucket.bucket_count; ++i) {
-    total.weighted += bucket.sums[i].weighted;
-    total.alignment += bucket.sums[i].alignment;
-    total.norm += bucket.sums[i].norm;
+    total.weighted += bucket.totals[i].weighted;
+    total.alignment += bucket.totals[i].alignment;
+    total.norm += bucket.totals[i].norm;
   }
   return total;
 }

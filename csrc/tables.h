@@ -93,7 +93,8 @@ struct Bucket {
   const Group* groups;
   int64_t group_count;
   const Inputs* inputs;
-  Sums* sums;           // of all buckets
+  Sums* sums;           // of this process, by bucket: reduce() writes its own row
+  const Sums* totals;   // of all ranks, to be added up: what a step uses; in a process alone the same memory as sums
   int64_t bucket_count;
   int64_t index;        // which of the sums is ours
   Sums* partials;       // one slot per chunk

@@ -26,6 +26,7 @@ class Bucket:
         groups: np.ndarray,
         inputs: np.ndarray,
         sums: np.ndarray,
+        totals: np.ndarray,
         index: int,
         counts: np.ndarray,
         sizes: np.ndarray,

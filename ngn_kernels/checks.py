@@ -30,10 +30,11 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def read_loss(loss: Any) -> float | Tensor:
-    """A number if the loss is on the host; a 0-d tensor, never read, if it is on a device."""
+    """A number if the loss is on the host; a 0-d tensor, never read, if it is on a device.
+
+    A DTensor of which ranks have parts stays one, for `whole_loss`.
+    """
     if isinstance(loss, Tensor):
-        if is_sharded(loss):
-            loss = loss.full_tensor()  # type: ignore[attr-defined]
         if loss.numel() != 1:
             raise ValueError(
                 f"the loss has shape {tuple(loss.shape)}: reduce it to one number first, "
@@ -41,12 +42,22 @@ def read_loss(loss: Any) -> float | Tensor:
             )
         if loss.is_complex() or loss.dtype == torch.bool:
             raise TypeError(f"the loss is a {loss.dtype} tensor: it must be a real number")
+        if is_sharded(loss):
+            spec: Any = loss
+            if not all(placement.is_replicate() for placement in spec.placements):
+                return loss.detach()
+            loss = local(loss)
         return float(loss.item()) if loss.is_cpu else loss.detach().reshape(())
     if isinstance(loss, Real) and not isinstance(loss, bool):
         return float(loss)
     raise TypeError(
         f"the loss is a {type(loss).__name__}: pass a number or a tensor with one element"
     )
+
+
+def whole_loss(loss: float | Tensor) -> float | Tensor:
+    """The sum of the ranks' parts of a loss; a collective of those ranks if it is a DTensor."""
+    return read_loss(loss.full_tensor()) if is_sharded(loss) else loss  # type: ignore[union-attr]
 
 
 def as_double(value: float | Tensor) -> float | Tensor:

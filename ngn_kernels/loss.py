@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from .checks import as_double, read_loss
+from .checks import as_double, read_loss, whole_loss
 
 Groups = list[dict[str, Any]]
 
@@ -69,11 +69,13 @@ class PendingLoss:
         self._dropped = False
 
     def add(self, share: Any, groups: Groups) -> None:
-        self._give("add_loss", as_double(read_loss(share)), 1.0, groups)
+        self._give("add_loss", as_double(whole_loss(read_loss(share))), 1.0, groups)
         self._weight = 1.0
 
     def set(self, loss: Any, weight: float, groups: Groups) -> None:
-        self._give("set_loss", as_double(read_loss(loss)) * weight, float(weight), groups)
+        self._give(
+            "set_loss", as_double(whole_loss(read_loss(loss))) * weight, float(weight), groups
+        )
 
     def _give(self, by: str, value: float | Tensor, weight: float, groups: Groups) -> None:
         if self._by not in ("", by):

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .backends import check_backend, select_backend
-from .backends.reference import tell_of_others
-from .checks import check_group, require, warn
+from .backends import check_backend, default_backend, select_backend
+from .backends.reference import report_step
+from .checks import check_group, require, warn, whole_loss
 from .formats import Storage
 from .hooks import entrance
 from .loss import PendingLoss, has_gradients
-from .plan import Participant, Plan, any_device, build_plan
+from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, misplaced
 from .ranks import Agreement, Exchange, Ranks
 from .rules import RULES, Reason, Rule
-from .shards import local
+from .shards import is_sharded, local
 from .state import check_loadable, load_state, plain_state
 from .tables import Count, DeviceTables, GroupValues, Size
 
@@ -138,6 +138,7 @@ class NGNOptimizer(Optimizer):
         self._tables: dict[torch.device, DeviceTables] = {}
         self._home: DeviceTables | None = None
         self._talk: Exchange | None = None
+        self._agreed: tuple[Any, Agreement] | None = None
         self._momentum = False
         self._checked: Any = None
 
@@ -300,47 +301,40 @@ class NGNOptimizer(Optimizer):
             The loss as it was given, or what the closure returned.
         """
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
-            group = self._ranks.group()
-            exchange = None if group is None else self._exchange(group)
+            exchange = self._exchange()
             try:
                 given, value, plan = self._prepare(closure, loss, exchange)
+                if plan is None:
+                    return given
+                for index, reduction in enumerate(plan.rounds):
+                    if reduction is not None:
+                        plan.reduce(reduction)
+                    if exchange and not exchange.combine(plan, value is not None, index):
+                        plan.finish()
+                        return given
             except Exception as error:
                 if exchange is None:
                     raise
                 exchange.fail(error)
-            if plan is None:
-                return given
-
-            # Ranks talk also where there is nothing to sum.
-            for reduction in plan.reductions or (() if exchange is None else (None,)):
-                if reduction is not None:
-                    for bucket in plan.buckets:
-                        bucket.backend.reduce(bucket, reduction)
-                    plan.share_sums()
-                if exchange is not None and not exchange.run(
-                    plan, value is not None, reduction is not None
-                ):
-                    return given
-            # The home device comes last: it counts the step for all.
-            for bucket in reversed(plan.buckets):
-                if bucket is plan.last_at_home:
-                    plan.share_reasons()
-                bucket.backend.apply(bucket, plan.rule, last=bucket is plan.buckets[0])
-            if exchange is not None and not plan.buckets:
-                tell_of_others(plan.rule, plan.sums[0], plan.home.inputs, plan.home.report)
+            if not plan.apply():
+                report_step(plan.rule, plan.totals[0], plan.home.inputs, plan.home.report)
             plan.finish()
             self._home = plan.home
             self._warn_of(plan.home.report.unheard_reason())
             return given
 
-    def _exchange(self, group: Any) -> Exchange:
-        """With the ranks of a group; messages begin and end where the first parameter lies."""
-        home, talk = any_device(self.param_groups), self._talk
-        if talk is None or talk.group is not group or talk.home != home:
+    def _exchange(self) -> Exchange | None:
+        """With the ranks of this step, if there are others."""
+        group, home, exchange = self._ranks.group(), home_device(self.param_groups), self._talk
+        if group is None:
+            exchange = None
+        elif exchange is None or exchange.group is not group or exchange.home != home:
             name, check = type(self).__name__, self._check_height
-            talk = self._talk = Exchange(self._ranks, group, name, home, check)
-        talk.begin()
-        return talk
+            exchange = Exchange(self._ranks, group, name, home, check)
+        else:
+            exchange.begin()
+        self._talk = exchange
+        return exchange
 
     def _prepare(
         self, closure: Callable[[], Any] | None, loss: Any, exchange: Exchange | None
@@ -351,8 +345,8 @@ class NGNOptimizer(Optimizer):
         """
         given, value = self._pending.of_step(closure, loss, self.param_groups)
         if value is None:
-            if self._only_creates_state(exchange):
-                self._current_plan()
+            if self._only_creates_state():
+                self._make_plan(self._draft(), None)
                 return None, None, None
             if exchange is None:
                 if has_gradients(self.param_groups):
@@ -360,57 +354,78 @@ class NGNOptimizer(Optimizer):
                     raise RuntimeError(missing)
                 return None, None, None
         elif exchange is None:
+            value = whole_loss(value)
             self._check_height(value)
         values, device_lrs = self._group_values()
-        plan = self._current_plan()
+        plan = self._valid_plan(exchange)
+        self._plan = None  # one whose step fails is not kept
+        draft = self._draft() if plan is None else None
+        if exchange is not None:
+            exchange.agreement = self._agreement(plan, values, device_lrs)
+            exchange.has_gradients = has_gradients(self.param_groups)
+            # Every collective of this rank's tensors comes after this, and what can be refused before.
+            if is_sharded(value) or misplaced(plan, draft):
+                exchange.announce()
+        if draft is not None:
+            plan = self._make_plan(draft, exchange)
+            if not plan.look(self.param_groups, self.state):
+                raise RuntimeError("a tensor was replaced while the step was being planned")
+        assert plan is not None
+        plan.load_gradients()
+        if value is not None and exchange is not None:
+            value = whole_loss(value)
         for device in plan.devices:
             device.inputs.set_groups(values, device_lrs)
             device.inputs.set(self._scalars(0.0 if value is None else value))
             device.inputs.send()
-        if exchange is not None:
-            exchange.agreement = self._agreement(plan, values, device_lrs)
-            exchange.has_gradients = has_gradients(self.param_groups)
+        self._plan = plan
         return given, value, plan
 
-    def _only_creates_state(self, exchange: Exchange | None) -> bool:
-        """torch.distributed.checkpoint makes optimizers create their state by a step at lr 0.
+    def _only_creates_state(self) -> bool:
+        """torch.distributed.checkpoint makes optimizers create their state by such a step.
 
-        So does the first step of a warm-up on a rank without a loss, but its gradients are not 0.
+        It asks only optimizers without any, and with gradients of 0 that it made for every parameter.
         """
-        if any(group["lr"] != 0 for group in self.param_groups):
+        if self.state or any(group["lr"] != 0 for group in self.param_groups):
             return False
-        if exchange is None:
-            return True
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        return not self.state and all(g is None or not local(g).any() for g in grads)
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return all(p.grad is not None and not local(p.grad).any() for p in params)
 
     def _agreement(
-        self, plan: Plan, values: list[GroupValues], device_lrs: dict[int, Tensor]
+        self, plan: Plan | None, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> Agreement:
         """What must be the same on every rank; of groups that all ranks have, all values."""
         made_of = values, self._loss_floor, self._max_grad_norm
-        if plan.agreed is None or plan.agreed[0] != made_of:
-            plan.agreed = made_of, Agreement(self._shared_values(values, device_lrs))
-        agreement: Agreement = plan.agreed[1]
-        return agreement
+        if plan is None or self._agreed is None or self._agreed[0] != made_of:
+            self._agreed = made_of, Agreement(self._shared_values(values, device_lrs))
+        return self._agreed[1]
 
     def _shared_values(
         self, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> dict[str, Any]:
+        clipping = self._max_grad_norm
         shared: dict[str, Any] = {
             "the algorithm": self.defaults["algorithm"],
             "loss_floor": self._loss_floor,
-            "max_grad_norm": self._max_grad_norm,
+            "max_grad_norm": None if clipping is None else float(clipping),
             "loss_reduction": self.loss_reduction,
             "replicas": self.replicas,
         }
         if self.replicas is None:
             groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
             params = [p for group in self.param_groups for p in group["params"]]
+            devices = sorted({p.device.type for p in params})
             shared["state and rounding"] = tuple(self._storage)
+            shared["the backend"] = ", ".join(default_backend(self._backend, d) for d in devices)
             shared["the number of groups"] = len(groups)
             shared["the number of elements"] = sum(p.numel() for p in params)
-            shared |= {f"the values of group {i}": tuple(v) for i, v in enumerate(groups)}
+            shared |= {
+                f"the values of group {i}": tuple(map(float, v)) for i, v in enumerate(groups)
+            }
+            # Rounding depends on a parameter's place.
+            shared["the order of the parameters"] = [
+                f"{str(p.dtype).removeprefix('torch.')}{tuple(p.shape)}" for p in params
+            ]
         return shared
 
     def _scalars(self, loss: float | Tensor) -> list[float | Tensor]:
@@ -438,47 +453,43 @@ class NGNOptimizer(Optimizer):
         if reason is not Reason.NONE:
             warn(f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning)
 
-    def _current_plan(self) -> Plan:
-        """The plan with this step's gradients, built anew if anything else has moved."""
-        plan, rule = self._plan, self.rule
-        reductions = rule.reductions(self._max_grad_norm is not None)
-        self._plan = None  # one that cannot be brought up to date is not kept
-        if (
-            plan is None
-            or plan.rule is not rule
-            or plan.reductions is not reductions
-            or not plan.refresh(self.param_groups, self.state)
-        ):
-            plan = self._build_plan(rule, reductions)
-        self._plan = plan
-        return plan
+    def _valid_plan(self, exchange: Exchange | None) -> Plan | None:
+        """The plan of the last step, if nothing but gradients has moved since."""
+        plan = self._plan
+        valid = (
+            plan is not None
+            and plan.rule is self.rule
+            and plan.reductions is self._reductions()
+            and plan.is_of(None if exchange is None else exchange.group)
+            and plan.look(self.param_groups, self.state)
+        )
+        return plan if valid else None
 
-    def _build_plan(self, rule: Rule, reductions: tuple[Rule, ...]) -> Plan:
+    def _reductions(self) -> tuple[Rule, ...]:
+        return self.rule.reductions(self._max_grad_norm is not None)
+
+    def _draft(self) -> Draft:
         participants = [
             Participant(param, group, label, self._ranks.copies(param, label), number)
             for number, (group, place, param) in enumerate(self._all_params())
             if param.grad is not None or self.state.get(param)
             for label in [self._label(group, place)]
         ]
-        plan = build_plan(
-            self.param_groups,
-            self.state,
-            rule,
-            reductions,
-            participants,
-            partial(select_backend, self.backend),
-            self._tables_of,
-            self._storage,
-        )
-        if not plan.refresh(self.param_groups, self.state):
-            raise RuntimeError("a tensor was replaced while the step was being planned")
-        return plan
+        select = partial(select_backend, self.backend)
+        return draft_plan(self.state, self.rule, participants, select, self._storage)
 
-    def _tables_of(self, device: torch.device) -> DeviceTables:
+    def _make_plan(self, draft: Draft, exchange: Exchange | None) -> Plan:
+        group = None if exchange is None else exchange.group
+        tables = partial(self._tables_of, alone=group is None)
+        return make_plan(
+            draft, self.param_groups, self.state, self.rule, self._reductions(), tables, group
+        )
+
+    def _tables_of(self, device: torch.device, alone: bool) -> DeviceTables:
         groups = len(self.param_groups)
         if device not in self._tables:
-            self._tables[device] = DeviceTables(device, groups)
-        self._tables[device].make_room(groups)
+            self._tables[device] = DeviceTables(device, groups, alone)
+        self._tables[device].fit(groups, alone)
         return self._tables[device]
 
     # Telemetry
@@ -506,7 +517,7 @@ class NGNOptimizer(Optimizer):
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps were skipped, in whole or in part; an int64 tensor on the device."""
-        device = any_device(self.param_groups) if self._home is None else self._home.device
+        device = home_device(self.param_groups) if self._home is None else self._home.device
         total = torch.full((), self._skipped_before, dtype=torch.int64, device=device)
         for tables in self._tables.values():
             total += tables.report.counts[Count.SKIPPED].to(device)

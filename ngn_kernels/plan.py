@@ -5,6 +5,7 @@ A plan is built once and kept while nothing but gradients moves; its signature d
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -165,7 +166,8 @@ class Bucket:
         self.backend = backend
         self.index = 0
         self.tables: DeviceTables
-        self.sums: Tensor  # of all buckets, on this bucket's device
+        self.sums: Tensor  # of this process, by bucket, on this bucket's device
+        self.totals: Tensor  # of all ranks; in a process alone the same memory
         self.prepared: Any = None
         self._params = [row.param for row in rows]
         self.active: list[Tensor] = []  # the parameters that have a gradient in this step
@@ -195,17 +197,25 @@ class Bucket:
             for r in self.rows
         ]
 
-    def lay_out_gradients(self) -> bool:
-        """Bring unusual gradients into shape; False if one has another element type."""
-        addresses = self.table[Column.G]
-        for i in (addresses == UNUSUAL_ADDRESS).nonzero()[0]:
+    def unusual(self) -> list[int]:
+        """The rows whose gradients need a closer look."""
+        found: list[int] = (self.table[Column.G] == UNUSUAL_ADDRESS).nonzero()[0].tolist()
+        return found
+
+    def takes_gradients(self) -> bool:
+        """Whether unusual gradients are of this bucket's type; raises if one cannot be used."""
+        for i in self.unusual():
             row = self.rows[i]
             check_gradient(row.param, row.label)
             assert row.param.grad is not None
             if local(row.param.grad).dtype.to_real() != self.key.grad:
                 return False
-            addresses[i] = row.lay_out_gradient()
         return True
+
+    def lay_out_gradients(self) -> None:
+        """Bring unusual gradients into shape; other ranks take part where they are placed otherwise."""
+        for i in self.unusual():
+            self.table[Column.G, i] = self.rows[i].lay_out_gradient()
 
     def note_active(self) -> None:
         addresses = self.table[Column.G]
@@ -233,22 +243,31 @@ class Plan:
         reductions: tuple[Rule, ...],
         buckets: list[Bucket],
         devices: list[DeviceTables],
+        process_group: Any,
     ) -> None:
         self.rule = rule
         self.reductions = reductions
+        # What is summed before each exchange of the ranks; None: they exchange their losses alone.
+        self.rounds = reductions or (() if process_group is None else (None,))
         self.buckets = buckets
         self.devices = devices
+        # A group that was destroyed is not kept.
+        self._process_group = None if process_group is None else weakref.ref(process_group)
         self._copies = [row for b in buckets for row in b.rows if row.copy is not None]
         self._sharded = any(is_sharded(row.param) for b in buckets for row in b.rows)
         self.sums = [
             torch.zeros(max(1, len(buckets)), len(Sum), dtype=float_type(d.device), device=d.device)
             for d in devices
         ]
-        self.home_sums = array_of(self.sums[0])
-        by_device = {d.device: (d, s) for d, s in zip(devices, self.sums, strict=True)}
+        alone = process_group is None
+        self.totals = self.sums if alone else [torch.zeros_like(s) for s in self.sums]
+        self.home_sums, self.home_totals = array_of(self.sums[0]), array_of(self.totals[0])
+        by_device = {
+            d.device: (d, s, t) for d, s, t in zip(devices, self.sums, self.totals, strict=True)
+        }
         for index, bucket in enumerate(buckets):
             bucket.index = index
-            bucket.tables, bucket.sums = by_device[bucket.key.device]
+            bucket.tables, bucket.sums, bucket.totals = by_device[bucket.key.device]
             bucket.backend.prepare(bucket)
         self.signature = make_signature(
             groups,
@@ -256,31 +275,47 @@ class Plan:
             [row for bucket in buckets for row in bucket.signature_rows(rule)],
             [bucket.table[Column.G] for bucket in buckets],
         )
-
-        # The first bucket of the home device to be applied, where other devices came before it.
-        at_home = [bucket for bucket in buckets if bucket.tables is self.home]
-        self.last_at_home = at_home[-1] if len(devices) > 1 else None
-        self.agreed: Any = None  # what ranks agreed on, kept by ranks.py's caller while it holds
+        self._at_home = [bucket for bucket in buckets if bucket.tables is self.home]
+        self._elsewhere = [bucket for bucket in buckets if bucket.tables is not self.home]
 
     @property
     def home(self) -> DeviceTables:
         """The device that telemetry is read from, and the last to be applied."""
         return self.devices[0]
 
-    def refresh(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> bool:
-        """Point the tables at this step's gradients; False if a new plan is needed."""
+    def is_of(self, process_group: Any) -> bool:
+        """Whether the plan was made for the steps of this process group, or of this process alone."""
+        if self._process_group is None or process_group is None:
+            return self._process_group is process_group
+        return self._process_group() is process_group
+
+    def look(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> bool:
+        """Find this step's gradients; False if a new plan is needed. No rank waits for another."""
         if self._sharded:
             # Otherwise torch looks for an override of each gradient's attribute.
             with torch._C.DisableTorchFunctionSubclass():
                 seen = self.signature.look(groups, state)
         else:
             seen = self.signature.look(groups, state)
-        if seen == STALE:
+        self._seen = seen
+        if seen == UNUSUAL:
+            return all([bucket.takes_gradients() for bucket in self.buckets])
+        return seen != STALE
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether a gradient is spread over ranks otherwise than its parameter."""
+        if self._seen != UNUSUAL or not self._sharded:
             return False
-        if seen == UNUSUAL and not all([bucket.lay_out_gradients() for bucket in self.buckets]):
-            return False
+        rows = [bucket.rows[i] for bucket in self.buckets for i in bucket.unusual()]
+        return any(not same_placement(row.param.grad, row.param) for row in rows)
+
+    def load_gradients(self) -> None:
+        """Point the tables at the gradients that `look` has found."""
         for bucket in self.buckets:
-            if seen != SAME:
+            if self._seen == UNUSUAL:
+                bucket.lay_out_gradients()
+            if self._seen != SAME:
                 bucket.note_active()
             if bucket.gradients is not None:
                 bucket.gradients.send()
@@ -290,7 +325,6 @@ class Plan:
         for row in self._copies:
             assert row.copy is not None
             row.copy.copy_(row.local)
-        return True
 
     def finish(self) -> None:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
@@ -305,15 +339,29 @@ class Plan:
             row.local.copy_(row.copy)
         self.signature.release()
 
-    def share_sums(self) -> None:
-        """Bring every bucket's sums to every device."""
-        for target in self.sums:
+    def reduce(self, rule: Rule) -> None:
+        """Sum over the rows of every bucket, and bring the sums to where they are read."""
+        for bucket in self.buckets:
+            bucket.backend.reduce(bucket, rule)
+        # Of a process alone every device reads them, of several ranks only the home device.
+        alone = self._process_group is None
+        for target in self.sums if alone else self.sums[:1]:
             for bucket in self.buckets:
                 if bucket.sums is not target:
                     copy_to(target[bucket.index], bucket.sums[bucket.index])
 
-    def share_reasons(self) -> None:
-        """Bring the other devices' reasons home, where the step is counted once."""
+    def apply(self) -> bool:
+        """Update the rows of every bucket; False if none is at home, where the step is counted."""
+        for bucket in reversed(self._elsewhere):
+            bucket.backend.apply(bucket, self.rule, last=False)
+        if self._elsewhere:
+            self._share_reasons()
+        for bucket in reversed(self._at_home):
+            bucket.backend.apply(bucket, self.rule, last=bucket is self._at_home[0])
+        return bool(self._at_home)
+
+    def _share_reasons(self) -> None:
+        """Bring the other devices' reasons home."""
         home = self.home.report.counts[Count.REASON]
         for other in self.devices[1:]:
             reason = other.report.counts[Count.REASON]
@@ -321,9 +369,12 @@ class Plan:
             reason.zero_()
 
 
-def any_device(groups: list[dict[str, Any]]) -> torch.device:
-    first = next((param for group in groups for param in group["params"]), None)
-    return torch.device("cpu") if first is None else first.device
+def home_device(groups: list[dict[str, Any]]) -> torch.device:
+    """Where a step is counted and ranks exchange their numbers, whatever has a gradient in it."""
+    params = [param for group in groups for param in group["params"][:1]]
+    if params and not params[0].requires_grad:
+        params = [p for group in groups for p in group["params"] if p.requires_grad] or params
+    return params[0].device if params else torch.device("cpu")
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -335,19 +386,27 @@ def copy_to(target: Tensor, source: Tensor) -> Tensor:
     return target.copy_(source, non_blocking=target.device.type != "cpu")
 
 
-def build_plan(
-    groups: list[dict[str, Any]],
+class Draft(NamedTuple):
+    """What a plan will be made of. Everything is checked, nothing has changed yet."""
+
+    participants: list[Participant]
+    keys: list[BucketKey]  # one for each participant
+    backends: dict[BucketKey, Any]
+    storage: Storage
+    misplaced: bool  # whether a gradient or state is spread over ranks otherwise than its parameter
+
+
+def draft_plan(
     state: dict[Tensor, Any],
     rule: Rule,
-    reductions: tuple[Rule, ...],
     participants: list[Participant],
     select_backend: Callable[[BucketKey], Any],
-    tables_of: Callable[[torch.device], DeviceTables],
     storage: Storage,
-) -> Plan:
-    """Check everything, create the state that is missing, and lay out the tables."""
+) -> Draft:
+    """Check everything that a step will touch. No rank waits for another."""
     storage = storage_of(rule, storage)
     written = []
+    misplaced = False
     for param, _, label, *_ in participants:
         check_param(param, label)
         check_storage(param, storage, label)
@@ -359,19 +418,39 @@ def build_plan(
             for key in keys_of(rule, held)
             if key in held and is_dense(local(held[key]))
         ]
+        if is_sharded(param):
+            spread = (param.grad, *(held.get(key) for key in (*STATE_KEYS, REMAINDER)))
+            misplaced |= any(t is not None and not same_placement(t, param) for t in spread)
     check_overlap(written)
     check_rounding({p.param.dtype for p in participants}, storage.rounding)
     keys = [BucketKey.of(p.param, state.get(p.param, {}), storage) for p in participants]
     backends = {key: select_backend(key) for key in keys}
-    # Nothing can be refused from here on: state may be created.
+    return Draft(participants, keys, backends, storage, misplaced)
+
+
+def misplaced(plan: Plan | None, draft: Draft | None) -> bool:
+    """Whether the step will move tensors between ranks."""
+    return (plan is not None and plan.misplaced) or (draft is not None and draft.misplaced)
+
+
+def make_plan(
+    draft: Draft,
+    groups: list[dict[str, Any]],
+    state: dict[Tensor, Any],
+    rule: Rule,
+    reductions: tuple[Rule, ...],
+    tables_of: Callable[[torch.device], DeviceTables],
+    process_group: Any,
+) -> Plan:
+    """Create the state that is missing, and lay out the tables."""
     rows: dict[BucketKey, list[Row]] = {}
     with torch.inference_mode(False):
-        for key, participant in zip(keys, participants, strict=True):
+        for key, participant in zip(draft.keys, draft.participants, strict=True):
             held = state[participant.param]
-            init_state(held, participant.param, rule, storage, participant.number)
+            init_state(held, participant.param, rule, draft.storage, participant.number)
             rows.setdefault(key, []).append(Row(participant, held, rule))
-        devices = list(dict.fromkeys(key.device for key in rows)) or [any_device(groups)]
+        devices = list(dict.fromkeys([home_device(groups), *(key.device for key in rows)]))
         in_order = sorted(rows, key=lambda key: devices.index(key.device))
-        buckets = [Bucket(key, rows[key], backends[key]) for key in in_order]
+        buckets = [Bucket(key, rows[key], draft.backends[key]) for key in in_order]
         tables = [tables_of(device) for device in devices]
-        return Plan(groups, state, rule, reductions, buckets, tables)
+        return Plan(groups, state, rule, reductions, buckets, tables, process_group)

@@ -1,8 +1,8 @@
 """What ranks exchange in a step, and the step's numbers that follow from it.
 
-Each rank sends one message of eight numbers, and everyone adds up the same messages in the same
-order: the result is the whole model's, with the same bits on every rank. A rank that has something
-to complain about says so in its message, so that all ranks raise together and nobody waits.
+Each rank sends one message of eight numbers, and everyone adds up the same messages in the same order:
+the result is the whole model's, with the same bits on every rank. A rank with an error says so in its
+message, so that all ranks raise together and none of them waits for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from .plan import Plan, copy_to
 from .shards import copies, is_sharded
-from .tables import Input, Sum, array_of, float_type
+from .tables import Input, array_of, float_type
+from .transfer import is_capturing
 
 
 class Message(IntEnum):
-    """What one rank tells the others: 64 bytes."""
+    """What one rank sends to the others: 64 bytes."""
 
     LOSS = 0  # its loss, 0 if it has none
     WEIGHT = 1  # 1, or 0 if it has none
@@ -32,13 +33,19 @@ class Message(IntEnum):
     ALIGNMENT = 3
     NORM = 4
     FOUND_INF = 5
-    PROBLEM = 6  # not 0: it will raise
+    STATUS = 6  # one of Status, or how many messages it still sends without its host reading any
     AGREEMENT = 7  # a checksum of what must be the same everywhere
 
 
-# What every reduction sums, in a message and in a plan's sums.
-SENT_SUMS = slice(Message.WEIGHTED, Message.ALIGNMENT + 1)
-OWN_SUMS = slice(Sum.WEIGHTED, Sum.ALIGNMENT + 1)
+class Status(IntEnum):
+    """Of a rank whose host reads the messages."""
+
+    READY = 0
+    PROBLEM = -1  # it will raise
+    UNREADY = -2  # its numbers come with the next message, after collectives of its tensors
+
+
+SUMS = slice(Message.WEIGHTED, Message.NORM + 1)  # in the order of Sum
 
 ERRORS = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
 
@@ -81,23 +88,33 @@ class Ranks:
         if group is None:
             return 1
         size = dist.get_world_size(group)
-        if is_sharded(param):
-            members = set(dist.get_process_group_ranks(group))
-            mesh: Any = param
-            if not set(mesh.device_mesh.mesh.flatten().tolist()) <= members:
-                raise ValueError(
-                    f"{label} lies on a mesh with ranks outside of reduce_group: pass a group "
-                    'that holds the whole mesh, such as reduce_group="auto"'
-                )
-            return copies(param)
-        if self.replicas is None:
-            return size
-        if size % self.replicas:
+        if size % (self.replicas or 1):
             raise ValueError(
                 f"replicas={self.replicas} does not divide the {size} ranks of reduce_group: each "
                 "ordinary parameter must lie on that many ranks"
             )
-        return self.replicas
+        replicas = self.replicas or size
+        return self._mesh_copies(param, label, group, replicas) if is_sharded(param) else replicas
+
+    def _mesh_copies(self, param: Any, label: str, group: Any, replicas: int) -> int:
+        """Of a DTensor: those on its mesh, times the meshes that hold the same elements.
+
+        A parameter that lies whole on `replicas` ranks lies on `replicas / mesh size` such meshes.
+        """
+        members, mesh = set(dist.get_process_group_ranks(group)), param.device_mesh
+        if not set(mesh.mesh.flatten().tolist()) <= members:
+            raise ValueError(
+                f"{label} lies on a mesh with ranks outside of reduce_group: pass a group "
+                'that holds the whole mesh, such as reduce_group="auto"'
+            )
+        size = mesh.size()
+        if replicas % size and size % replicas:
+            raise ValueError(
+                f"{label} lies on a mesh of {size} ranks, and an ordinary parameter on {replicas} of "
+                f"the {len(members)} in reduce_group: one must divide the other for replicas= to say "
+                "how many meshes hold the same elements"
+            )
+        return copies(param) * max(1, replicas // size)
 
 
 class Agreement:
@@ -124,7 +141,7 @@ def added_up(rows: Any) -> Any:
 
 
 class Exchange:
-    """The talk of a group's ranks: one step's, in memory that is kept for the next."""
+    """The messages of a group's ranks: one step's, in memory that is kept for the next."""
 
     def __init__(
         self,
@@ -146,6 +163,7 @@ class Exchange:
         self._received = self._wired.new_zeros(self.size, len(Message))
         self._by_rank = list(self._received.unbind())
         self._message, self._messages = array_of(self._sent), array_of(self._received)
+        self._rounds = 0  # of the last step
         self.begin()
 
     def begin(self) -> None:
@@ -153,109 +171,155 @@ class Exchange:
         self.agreement = NOTHING_AGREED
         self.has_gradients = True
         self.problem: Exception | None = None
-        self._begun = False
+        self._raises_everywhere = False
 
-    def fail(self, problem: Exception) -> None:
-        """Take part in spite of an error, and raise it, here as on every other rank.
-
-        Ranks on GPUs, whose hosts are not asked, skip this step instead.
-        """
-        self.problem = problem
-        self._sent.zero_()
-        self._sent[Message.PROBLEM].fill_(1.0)
-        received = self._gather()
-        if on_host(received):
-            self._check(received)
+    def fail(self, problem: Exception) -> NoReturn:
+        """Raise an error of this rank, after telling the others, which wait for its message."""
+        if not self._raises_everywhere:
+            self.problem = problem
+            self._message[:] = 0.0
+            self._message[Message.STATUS] = float(Status.PROBLEM)
+            self._check(self._gather().tolist())
         raise problem
 
-    def run(self, plan: Plan, has_loss: bool, reduced: bool) -> bool:
-        """This rank's sums and loss become those of all ranks; False if no rank has anything to do.
+    def announce(self) -> None:
+        """Say that collectives of this rank's tensors come before its numbers.
 
-        With clipping, rules with RMS come here twice: with the norm, and with their own sums.
+        Raises, on all ranks alike, if one has an error, which would leave the others waiting in them.
+        Ranks on GPUs, whose hosts do not wait for messages, begin at once.
         """
-        first, self._begun = not self._begun, True
-        scalars, sums, sent = plan.home.inputs.array, plan.home_sums, self._message
-        total = added_up(sums)
+        if on_host(self._message):
+            self._message[:] = 0.0
+            self._message[Message.STATUS] = float(Status.UNREADY)
+            self._message[Message.AGREEMENT] = self.agreement.checksum
+            self._check(self._gather().tolist())
+
+    def combine(self, plan: Plan, has_loss: bool, index: int) -> bool:
+        """This rank's loss and sums to those of all ranks; False if no rank has anything to do.
+
+        Args:
+            plan: where the sums are, and where the step's numbers go.
+            has_loss: whether this rank has one.
+            index: which of the plan's rounds has just been summed.
+        """
+        home, count = plan.home.inputs, len(plan.rounds)
+        own, scalars, sent = home.own_array, home.array, self._message
+        # Hosts of GPUs read the first message where the number of messages is new: unless all ranks
+        # agree on it, some would wait for ever.
+        news = index == 0 and count != self._rounds and not is_capturing(self.home)
+        reads, self._rounds = on_host(sent) or news, count
         sent[:] = 0.0
-        if first:
-            sent[Message.LOSS] = scalars[Input.LOSS]
-            sent[Message.WEIGHT] = float(has_loss)
-            sent[Message.FOUND_INF] = scalars[Input.FOUND_INF]
-            sent[Message.AGREEMENT] = self.agreement.checksum
-        if reduced:
-            sent[SENT_SUMS] = total[OWN_SUMS]
-            if first:
-                sent[Message.NORM] = total[Sum.NORM]
+        sent[Message.LOSS] = own[Input.LOSS]
+        sent[Message.WEIGHT] = float(has_loss)
+        sent[SUMS] = added_up(plan.home_sums)
+        sent[Message.FOUND_INF] = own[Input.FOUND_INF]
+        sent[Message.AGREEMENT] = self.agreement.checksum
+        sent[Message.STATUS] = float(Status.READY if reads else count - index)
 
         received = self._gather()
-        everyone = added_up(received)
-        if first:
-            if on_host(received) and not self._check(received):
+        if reads:
+            rows = received.tolist()
+            while self._check(rows):
+                received = self._gather()
+                rows = received.tolist()
+            if not any(row[Message.WEIGHT] for row in rows) and self._nothing_to_do(rows):
                 return False
-            self._tell_inputs(received, everyone, scalars)
-        if reduced:
-            sums[:] = 0.0
-            sums[0, OWN_SUMS] = everyone[SENT_SUMS]
-            sums[0, Sum.NORM] = everyone[Message.NORM] if first else total[Sum.NORM]
-        for other, other_sums in zip(plan.devices[1:], plan.sums[1:], strict=True):
-            copy_to(other.inputs.scalars, plan.home.inputs.scalars)
-            copy_to(other_sums, plan.sums[0])
+        everyone = added_up(received)
+        scalars[Input.LOSS] = self._loss(received, everyone)
+        scalars[Input.FOUND_INF] = everyone[Message.FOUND_INF]
+        plan.home_totals[0] = everyone[SUMS]
+        for other, totals in zip(plan.devices[1:], plan.totals[1:], strict=True):
+            copy_to(other.inputs.scalars, home.scalars)
+            copy_to(totals, plan.totals[0])
         return True
 
-    def _tell_inputs(self, received: Any, everyone: Any, scalars: Any) -> None:
+    def _loss(self, received: Any, everyone: Any) -> Any:
         loss = everyone[Message.LOSS]
         if self.ranks.loss_reduction == "mean":
             loss = loss / everyone[Message.WEIGHT]
         if on_host(received):
+            self._raises_everywhere = True
             self.check_loss(loss)
-        else:
-            # The host is not asked: a step that must not happen is one without a finite loss.
-            told = received[:, Message.AGREEMENT]
-            agreed = told == told[0]
-            bad = ~agreed.all() | (everyone[Message.PROBLEM] != 0) | (everyone[Message.WEIGHT] == 0)
-            loss = loss.masked_fill(bad, math.nan)
-        scalars[Input.LOSS] = loss
-        scalars[Input.FOUND_INF] = everyone[Message.FOUND_INF]
+            self._raises_everywhere = False
+            return loss
+        # A host that does not read skips the step by a loss that is not finite.
+        told = received[:, Message.AGREEMENT]
+        bad = ~(told == told[0]).all() | (received[:, Message.STATUS] == Status.PROBLEM).any()
+        return loss.masked_fill(bad | (everyone[Message.WEIGHT] == 0), math.nan)
 
-    def _check(self, received: Any) -> bool:
-        """Raise on every rank alike if any has a problem, if they disagree, or if none has a loss.
-
-        False if none has a loss and none has a gradient either.
-        """
-        rows = received.tolist()
-        if any(row[Message.PROBLEM] for row in rows):
-            self._raise_together(self._all(self._described()))
-        if any(row[Message.AGREEMENT] != rows[0][Message.AGREEMENT] for row in rows):
+    def _check(self, rows: list[list[float]]) -> bool:
+        """Raise if a rank has a problem or the ranks disagree. Whether another message follows."""
+        statuses = [int(row[Message.STATUS]) for row in rows]
+        problem = Status.PROBLEM in statuses
+        apart = next(
+            (
+                r
+                for r, row in enumerate(rows)
+                if row[Message.AGREEMENT] != rows[0][Message.AGREEMENT]
+            ),
+            None,
+        )
+        if problem or apart is not None:
+            self._raises_everywhere = True
+            unread = max(statuses)
+            if unread > 0:
+                self._raise_alone(unread, apart)
+            elif problem:
+                self._raise_first(self._all(self._described()))
             raise ValueError(self._difference(self._all(self.agreement.items)))
-        if not any(row[Message.WEIGHT] for row in rows):
-            if not any(self._all(self.has_gradients)):
-                return False
-            raise RuntimeError(
-                f"{self.name} needs the loss of this step from at least one rank: "
-                "write optimizer.step(loss=loss) on the ranks that have it"
-            )
-        return True
+        return Status.UNREADY in statuses
+
+    def _raise_alone(self, unread: int, apart: int | None) -> NoReturn:
+        """Where other hosts read nothing, send the messages that they wait for: they skip the step."""
+        for _ in range(unread - 1):
+            self._gather()
+        raise self.problem or ValueError(
+            f"rank {apart} and rank 0 of {self.size} disagree on the optimizer's options, or one of "
+            "them raised an error: build the optimizer alike on every rank and change options on all"
+        )
+
+    def _nothing_to_do(self, rows: list[list[float]]) -> bool:
+        """Where no rank has a loss: whether none has a gradient either; raises, if one has."""
+        if any(row[Message.STATUS] != Status.READY for row in rows):
+            return False  # the hosts that read nothing skip the step
+        if not any(self._all(self.has_gradients)):
+            return True
+        self._raises_everywhere = True
+        raise RuntimeError(
+            f"{self.name} needs the loss of this step from at least one rank: "
+            "write optimizer.step(loss=loss) on the ranks that have it"
+        )
 
     def _described(self) -> tuple[str, str] | None:
         return None if self.problem is None else (type(self.problem).__name__, str(self.problem))
 
-    def _raise_together(self, problems: list[tuple[str, str] | None]) -> None:
+    def _raise_first(self, problems: list[tuple[str, str] | None]) -> NoReturn:
+        """The first rank's error, on every rank."""
         rank, (kind, text) = next((r, p) for r, p in enumerate(problems) if p is not None)
         message = f"rank {rank} of {self.size}: {kind}: {text}"
         raise ERRORS.get(kind, RuntimeError)(message) from self.problem
 
     def _difference(self, told: list[dict[str, Any]]) -> str:
-        keys = dict.fromkeys(key for agreement in told for key in agreement)
-        for key in keys:
+        for key in dict.fromkeys(key for agreement in told for key in agreement):
             values = [agreement.get(key) for agreement in told]
             other = next((r for r, value in enumerate(values) if value != values[0]), None)
             if other is not None:
-                break
-        return (
-            f"the ranks disagree on {key}: rank 0 has {values[0]}, rank {other} has "
-            f"{values[other or 0]}; build the optimizer alike on every rank, or, where each rank "
-            "owns other parameters (ZeroRedundancyOptimizer, pipeline stages), pass replicas=1"
-        )
+                ours, theirs = values[0], values[other]
+                if isinstance(ours, list) and isinstance(theirs, list):
+                    place = next(
+                        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+                        min(len(ours), len(theirs)),
+                    )
+                    key = f"{key} from parameter {place} on"
+                    ours, theirs = (
+                        ", ".join(v[place : place + 1]) or "none" for v in (ours, theirs)
+                    )
+                return (
+                    f"the ranks disagree on {key}: rank 0 has {ours}, rank {other} has {theirs}; build "
+                    "the optimizer alike on every rank, or, where each rank owns other parameters "
+                    "(ZeroRedundancyOptimizer, pipeline stages), pass replicas=1"
+                )
+        raise AssertionError("the ranks' checksums differ, and what they are made of does not")
 
     def _all(self, value: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size

@@ -102,14 +102,16 @@ def array_of(tensor: Tensor) -> Any:
 class Inputs:
     """What the host tells a step, on one device: a few scalars, and each group's values."""
 
-    def __init__(self, device: torch.device, groups: int) -> None:
+    def __init__(self, device: torch.device, groups: int, alone: bool) -> None:
         dtype = float_type(device)
-        self.scalars = torch.zeros(len(Input), dtype=dtype, device=device)
+        # This rank's, and those of all ranks, which kernels read.
+        self.own = torch.zeros(len(Input), dtype=dtype, device=device)
+        self.scalars = self.own if alone else torch.zeros_like(self.own)
         self.groups = torch.zeros(groups, len(GroupColumn), dtype=dtype, device=device)
-        self.array = array_of(self.scalars)
-        self._scalars = numbers_of(self.scalars)
+        self.own_array, self.array = array_of(self.own), array_of(self.scalars)
+        self._scalars = numbers_of(self.own)
         self._groups = numbers_of(self.groups)
-        self._scalar_slots = self.scalars.unbind()
+        self._scalar_slots = self.own.unbind()
         self._lr_slots = self.groups.select(1, GroupColumn.LR).unbind()
         self._on_host = device.type == "cpu"
         self._values: list[GroupValues] | None = None
@@ -146,6 +148,8 @@ class Inputs:
             slots, values = zip(*self._copies, strict=True)
             torch._foreach_copy_(slots, values, non_blocking=True)
             self._copies.clear()
+        if self.scalars is not self.own:
+            self.scalars.copy_(self.own)
 
 
 class Report:
@@ -199,12 +203,14 @@ class Report:
 class DeviceTables:
     """What the host and one device tell each other in a step."""
 
-    def __init__(self, device: torch.device, groups: int) -> None:
+    def __init__(self, device: torch.device, groups: int, alone: bool) -> None:
         self.device = device
-        self.inputs = Inputs(device, groups)
+        self.alone = alone  # whether a step is of this process only
+        self.inputs = Inputs(device, groups, alone)
         self.report = Report(device, groups)
 
-    def make_room(self, groups: int) -> None:
-        if len(self.inputs.groups) != groups:
-            self.inputs = Inputs(self.device, groups)
+    def fit(self, groups: int, alone: bool) -> None:
+        if (len(self.inputs.groups), self.alone) != (groups, alone):
+            self.alone = alone
+            self.inputs = Inputs(self.device, groups, alone)
             self.report.make_room(groups)

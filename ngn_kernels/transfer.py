@@ -102,6 +102,8 @@ class Pinned:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether work for this GPU goes into a graph at the moment."""
+    """Whether work for this device goes into a CUDA graph at the moment."""
+    if device.type != "cuda":
+        return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

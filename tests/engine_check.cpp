@@ -76,6 +76,7 @@ void run(const Rule& rule, DType x_type, DType g_type, DType state_type, int thr
   bucket.group_count = 2;
   bucket.inputs = &inputs;
   bucket.sums = &sums;
+  bucket.totals = &sums;
   bucket.bucket_count = 1;
   bucket.partials = partials.data();
   bucket.counts = &counts;

@@ -168,6 +168,8 @@ class FakeGPU:
         self.capturing: set[torch.device] = set()
         self.events: list[torch.device] = []
         self.counts = [0] * len(Count)
+        # What ranks have sent, where a test lets the host read it: it waits for the device.
+        self.messages: list[list[float]] | None = None
         self._arrived: dict[int, list[int]] = {}
         addresses = Addresses()
         monkeypatch.setattr(FakeTensor, "__invert__", lambda t: aten.bitwise_not.default(t))
@@ -199,8 +201,11 @@ class FakeGPU:
             raise Synchronised("numpy")
         return np.zeros(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
-    def _read(self, tensor: FakeTensor) -> list[int]:
+    def _read(self, tensor: FakeTensor) -> list[Any]:
         """A device other than a GPU is asked directly; what came from a GPU must have arrived."""
+        if tensor.device.type == "cuda" and self.messages is not None:
+            self.watch.waited.append(tensor)
+            return self.messages
         if tensor.device.type == "cuda" or not Event.passed:
             raise Synchronised("tolist")
         if tensor.device.type != "cpu":

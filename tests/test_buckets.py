@@ -13,7 +13,7 @@ from helpers import assert_unchanged, params_of, random_columns, random_gradient
 from pair import Pair
 from torch import Tensor
 
-from ngn_kernels import SkippedStepWarning
+from ngn_kernels import SkippedStepWarning, plan
 from ngn_kernels.optimizer import WARNINGS
 from ngn_kernels.plan import BucketKey
 from ngn_kernels.ranks import Ranks
@@ -107,29 +107,30 @@ def test_gradients_that_turn_to_another_type(backend: str) -> None:
 # Two devices, as far as a plan knows: both are the host, so that the numbers are real.
 
 
-@pytest.fixture(params=[0, 1], ids=["home first", "home second"])
-def two_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every second parameter lies on the other one; which of them is home depends."""
+@pytest.fixture(params=[0, 1, None], ids=["home first", "home second", "nothing at home"])
+def two_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Every second parameter lies on the other one, and the home device is one of them or a third."""
     known: dict[int, int] = {}
     of = BucketKey.of.__func__  # type: ignore[attr-defined]
 
     def placed(cls: type[BucketKey], param: Tensor, *args: Any) -> BucketKey:
         number = known.setdefault(id(param), len(known))
         key: BucketKey = of(cls, param, *args)
-        return key._replace(device=torch.device("cpu", (number + request.param) % 2))
+        return key._replace(device=torch.device("cpu", number % 2))
 
     monkeypatch.setattr(BucketKey, "of", classmethod(placed))
-    yield
+    home = torch.device("cpu") if request.param is None else torch.device("cpu", request.param)
+    monkeypatch.setattr(plan, "home_device", lambda groups: home)
+    yield 3 if request.param is None else 2
 
 
 @EVERY
 @pytest.mark.parametrize("clipping", [None, 0.5], ids=["", "clipping"])
-@pytest.mark.usefixtures("two_devices")
 def test_devices_share_one_denominator(
-    algorithm: Algorithm, backend: str, clipping: float | None
+    algorithm: Algorithm, backend: str, clipping: float | None, two_devices: int
 ) -> None:
     optimizer = three_buckets(algorithm, backend, max_grad_norm=clipping)
-    assert len(optimizer._plan.devices) == 2
+    assert len(optimizer._plan.devices) == two_devices
     for k in range(2):
         random_gradients(params_of(optimizer), seed=k, norm=3.0)
         pair = Pair(algorithm, optimizer, max_grad_norm=clipping)

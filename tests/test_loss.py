@@ -17,6 +17,8 @@ from helpers import assert_unchanged, fresh, params_of, random_gradients, snapsh
 from pair import Pair
 from torch.nn import Parameter
 
+from ngn_kernels import SkippedStepWarning
+
 LOSSES = {
     "float": 0.75,
     "int": 2,
@@ -157,10 +159,14 @@ def test_bare_step_at_zero_lr_creates_state_only(
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = lr
+    given = [p.grad for p in params_of(optimizer)]
+    for p in params_of(optimizer):
+        p.grad = torch.zeros_like(p)
     before = snapshot(optimizer)
     optimizer.step(closure=None)
     assert_unchanged(optimizer, before)
-    for p in params_of(optimizer):
+    for p, grad in zip(params_of(optimizer), given, strict=True):
+        p.grad = grad
         state = optimizer.state[p]
         assert ("momentum_buffer" in state) == (algorithm.momentum is not None)
         assert ("exp_avg_sq" in state) == algorithm.rms
@@ -171,6 +177,45 @@ def test_bare_step_at_zero_lr_creates_state_only(
     optimizer.step(loss=1.0)
     twin.step(loss=1.0)
     assert snapshot(optimizer) == snapshot(twin)
+
+
+@EVERY
+def test_a_loss_forgotten_during_warm_up(algorithm: Algorithm, backend: str) -> None:
+    """At lr 0 the parameters would stay, but m and v would miss a step."""
+    optimizer = fresh(algorithm, backend)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="needs the loss of this step"):
+            optimizer.step()
+        optimizer.step(loss=1.0)
+    for p in params_of(optimizer):  # as torch.distributed.checkpoint does, but with state there
+        p.grad = torch.zeros_like(p)
+    if optimizer.state:
+        with pytest.raises(RuntimeError, match="needs the loss of this step"):
+            optimizer.step()
+
+
+def test_gradients_of_a_step_that_creates_state_are_let_go(backend: str) -> None:
+    p = Parameter(torch.ones(3))
+    optimizer = NGNMDv1.simple([p], lr=0.0, backend=backend)
+    p.grad = torch.zeros(3)
+    alive = weakref.ref(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.state[p] and alive() is None
+
+
+def test_a_bad_loss_without_gradients_counts_alike_with_and_without_state(backend: str) -> None:
+    p = Parameter(torch.ones(3))
+    optimizer = NGNMDv1.simple([p], lr=0.1, backend=backend)
+    for k in range(2):
+        with pytest.warns(SkippedStepWarning, match="the loss is not finite"):
+            optimizer.step(loss=float("nan"))
+        assert int(optimizer.skipped_steps) == k + 1
+        p.grad = torch.ones(3)
+        optimizer.step(loss=1.0)
+        p.grad = None
 
 
 def test_distributed_checkpoint_initialises_and_loads(backend: str) -> None:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor
 import ngn_kernels.backends as backends
 from ngn_kernels.optimizer import WARNINGS
 from ngn_kernels.plan import BucketKey
-from ngn_kernels.ranks import Ranks
+from ngn_kernels.ranks import Message, Ranks, Status
 from ngn_kernels.rules import Reason
 from ngn_kernels.transfer import SPARE, Pinned
 
@@ -218,11 +217,15 @@ def test_two_devices(algorithm: Algorithm, clipping: bool, fake_gpu: FakeGPU) ->
         assert [name for name, _ in fake_gpu.launches] == wanted
 
 
+class Group:
+    _device_types = (torch.device("cuda"),)
+
+
 @pytest.fixture
 def four_ranks(fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A group of four GPUs whose messages are only counted, in bytes."""
     sent: list[int] = []
-    group = SimpleNamespace(_device_types=[torch.device("cuda")])
+    group = Group()
 
     def all_gather(received: list[Tensor], tensor: Tensor, group: Any) -> None:
         assert tensor.device.type == "cuda" and len(received) == 4
@@ -234,35 +237,91 @@ def four_ranks(fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sent
 
 
+def message(status: int = Status.READY, agreement: float = 7.0) -> list[float]:
+    """Of a rank with a loss."""
+    values = {Message.WEIGHT: 1.0, Message.STATUS: float(status), Message.AGREEMENT: agreement}
+    return [values.get(field, 0.0) for field in Message]
+
+
 @EVERY
 @CLIPPING
 def test_ranks_wait_for_nothing(
     algorithm: Algorithm, clipping: bool, fake_gpu: FakeGPU, four_ranks: list[int]
 ) -> None:
-    """One small message, two where the norm must come first; as many launches as for one rank."""
+    """One small message, two where the norm must come first; as many launches as for one rank.
+
+    The first step alone waits, to see that all ranks send as many messages.
+    """
     options = {"max_grad_norm": 1.0} if clipping else {}
     optimizer, params = optimizer_of(algorithm, 40, 3, **options)
     wanted = 2 if clipping and algorithm.rms and not algorithm.coordinate else 1
-    for captured in (False, False, True):
+    for k, captured in enumerate((False, False, True)):
         new_gradients(params)
         loss = new_loss()
         fake_gpu.launches.clear()
         four_ranks.clear()
+        fake_gpu.messages = [message()] * 4 if k == 0 else None
         with fake_gpu.capture() if captured else nullcontext():
             optimizer.step(loss=loss)
+        assert len(fake_gpu.watch.waited) == 1
         assert [name for name, _ in fake_gpu.launches] == launches_of(algorithm, clipping)
         assert four_ranks == [64] * wanted
     assert fake_gpu.watch.pinned_while_capturing == 0
 
 
-def test_a_bad_argument_on_a_gpu_is_raised_after_the_message(
-    fake_gpu: FakeGPU, four_ranks: list[int]
+@pytest.mark.parametrize("unread", [1, 2])
+def test_a_bad_argument_on_a_gpu_is_raised_after_the_messages(
+    unread: int, fake_gpu: FakeGPU, four_ranks: list[int]
 ) -> None:
+    """As many as the other ranks wait for, whose hosts read nothing."""
     optimizer, params = optimizer_of(NGNMDv1, 3)
     new_gradients(params)
+    fake_gpu.messages = [message(unread), message(Status.PROBLEM), *[message(unread)] * 2]
     with pytest.raises(TypeError, match="the loss is a str"):
         optimizer.step(loss="many")
-    assert four_ranks == [64] and not fake_gpu.launches
+    assert four_ranks == [64] * unread and not fake_gpu.launches
+
+
+@pytest.mark.parametrize("unread", [1, 2])
+@pytest.mark.parametrize("ours", [None, 1.0], ids=["not clipping", "clipping"])
+def test_clipping_switched_on_one_rank_alone_is_seen_there(
+    unread: int, ours: float | None, fake_gpu: FakeGPU, four_ranks: list[int]
+) -> None:
+    """The ranks would wait for messages that do not come: this one sends as many as the others."""
+    optimizer, params = optimizer_of(NGNMDv1, 3, max_grad_norm=None if ours else 1.0)
+    new_gradients(params)
+    fake_gpu.messages = [message()] * 4
+    optimizer.step(loss=1.0)
+    optimizer.max_grad_norm = ours
+    four_ranks.clear()
+    fake_gpu.launches.clear()
+    fake_gpu.messages = [
+        message(unread, 1.0),
+        message(Status.READY, 2.0),
+        *[message(unread, 1.0)] * 2,
+    ]
+    with pytest.raises(ValueError, match="rank 1 and rank 0 of 4 disagree"):
+        optimizer.step(loss=1.0)
+    assert four_ranks == [64] * unread
+    assert "apply" not in [name for name, _ in fake_gpu.launches]
+
+
+def test_a_frozen_parameter_on_the_host_is_not_where_ranks_meet(
+    fake_gpu: FakeGPU, four_ranks: list[int]
+) -> None:
+    frozen = torch.nn.Parameter(torch.empty(3), requires_grad=False)
+    params: list[Tensor] = [torch.nn.Parameter(torch.empty(5, device="cuda:0"))]
+    optimizer = NGNMDv1.simple([frozen, *params], backend="triton")
+    fake_gpu.messages = [message()] * 4
+    for _ in range(2):
+        new_gradients(params)
+        optimizer.step(loss=1.0)
+        fake_gpu.messages = None
+    assert four_ranks == [64] * 2
+    assert optimizer._plan.home.device == torch.device("cuda:0")
+    with pytest.raises(TypeError, match="the loss is a str"):
+        fake_gpu.messages = [message(1), message(Status.PROBLEM), *[message(1)] * 2]
+        optimizer.step(loss="many")
 
 
 @pytest.mark.parametrize("home", ["cpu", "cuda:0"])

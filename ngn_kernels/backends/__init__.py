@@ -80,7 +80,7 @@ def select_backend(name: str, key: BucketKey) -> Backend:
         if reason:
             raise RuntimeError(f'backend="{name}" cannot serve these parameters: {reason}')
         return backend
-    preferred = "cpu" if key.device.type == "cpu" else "triton"
+    preferred = preferred_backend(key.device.type)
     backend = _load(preferred)
     if not isinstance(backend, str):
         reason = backend.unfit(key)
@@ -96,6 +96,18 @@ def select_backend(name: str, key: BucketKey) -> Backend:
     if reason:
         raise TypeError(f"no backend can serve these parameters: {reason}")
     return reference
+
+
+def preferred_backend(device_type: str) -> str:
+    return "cpu" if device_type == "cpu" else "triton"
+
+
+def default_backend(name: str, device_type: str) -> str:
+    """Which backend serves ordinary parameters of a device; ranks compare it."""
+    if name != "auto":
+        return name
+    preferred = preferred_backend(device_type)
+    return "reference" if isinstance(_load(preferred), str) else preferred
 
 
 @cache

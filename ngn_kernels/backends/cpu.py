@@ -41,6 +41,7 @@ class CpuBackend:
             groups=inputs.groups.numpy(),
             inputs=inputs.scalars.numpy(),
             sums=bucket.sums.numpy(),
+            totals=bucket.totals.numpy(),
             index=bucket.index,
             counts=report.counts.numpy(),
             sizes=report.sizes.numpy(),

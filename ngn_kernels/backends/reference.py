@@ -256,7 +256,8 @@ class ReferenceBackend:
         inputs, sums, dtype = bucket.tables.inputs, bucket.sums, compute_dtype(bucket.key)
         one = torch.ones((), dtype=sums.dtype, device=sums.device)
         max_grad_norm = inputs.scalars[Input.MAX_GRAD_NORM]
-        clip = clip_factor(sums.sum(0)[Sum.NORM], max_grad_norm) if rule.rms else one
+        norm = bucket.totals.sum(0)[Sum.NORM]
+        clip = clip_factor(norm, max_grad_norm) if rule.rms else one
         total = torch.zeros(len(Sum), dtype=sums.dtype, device=sums.device)
         for row in bucket.rows:
             g = row.held
@@ -284,7 +285,7 @@ class ReferenceBackend:
             bucket.tables.report,
             compute_dtype(bucket.key),
         )
-        rho, clip, reason = shrink(rule, bucket.sums.sum(0), inputs)
+        rho, clip, reason = shrink(rule, bucket.totals.sum(0), inputs)
         go = reason == 0
         for row in bucket.rows:
             g = row.held
@@ -328,9 +329,9 @@ def tell(
         counts[Count.REASON].zero_()
 
 
-def tell_of_others(rule: Rule, sums: Tensor, inputs: Inputs, report: Report) -> None:
-    """A step that other ranks take, on one that has no parameter with a gradient."""
-    rho, _, reason = shrink(rule, sums.sum(0), inputs)
+def report_step(rule: Rule, totals: Tensor, inputs: Inputs, report: Report) -> None:
+    """Report a step on a device that has no bucket, whose parameters lie on others or other ranks."""
+    rho, _, reason = shrink(rule, totals.sum(0), inputs)
     tell(rule, inputs, rho, reason == 0, reason, report, last=True)
 
 

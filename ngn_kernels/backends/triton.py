@@ -105,10 +105,11 @@ class Tables:
         self.apply_ticket = torch.zeros(1, dtype=torch.int32, device=device)
         bucket.gradients = numbers_of(self.table[Column.G], bucket.table[Column.G])
         inputs, report = bucket.tables.inputs, bucket.tables.report
-        head = (self.table, self.chunks, inputs.groups, inputs.scalars, bucket.sums)
+        head = (self.table, self.chunks, inputs.groups, inputs.scalars, bucket.totals)
         counts = (len(bucket.rows), self.n_chunks, self.chunk_size, len(bucket.sums))
         told = (report.counts, report.sizes, self.apply_ticket)
-        self.reduce_args = (*head, self.partials, self.reduce_ticket, *counts, bucket.index)
+        summed = (bucket.sums, self.partials, self.reduce_ticket)
+        self.reduce_args = (*head, *summed, *counts, bucket.index)
         self.apply_args = (*head, *told, *counts, len(inputs.groups))
         # Compiled kernels by what they are specialised on, with their constants.
         self.compiled: dict[tuple[str, Rule], tuple[Any, tuple[Any, ...]]] = {}

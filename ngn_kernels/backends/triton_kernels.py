@@ -72,15 +72,15 @@ def clip_factor(norm_squared, max_grad_norm):
 
 
 @device
-def sum_buckets(sums, n_buckets):
+def sum_buckets(totals, n_buckets):
     """Q, W and the squared norm over all buckets, in their order."""
-    weighted = tl.load(sums + WEIGHTED)
-    alignment = tl.load(sums + ALIGNMENT)
-    norm = tl.load(sums + NORM)
+    weighted = tl.load(totals + WEIGHTED)
+    alignment = tl.load(totals + ALIGNMENT)
+    norm = tl.load(totals + NORM)
     for i_bucket in range(1, n_buckets):
-        weighted += tl.load(sums + SUMS * i_bucket + WEIGHTED)
-        alignment += tl.load(sums + SUMS * i_bucket + ALIGNMENT)
-        norm += tl.load(sums + SUMS * i_bucket + NORM)
+        weighted += tl.load(totals + SUMS * i_bucket + WEIGHTED)
+        alignment += tl.load(totals + SUMS * i_bucket + ALIGNMENT)
+        norm += tl.load(totals + SUMS * i_bucket + NORM)
     return weighted, alignment, norm
 
 
@@ -91,9 +91,9 @@ def height(inputs):
 
 
 @device
-def shrink(sums, n_buckets, inputs, RMS: tl.constexpr):
+def shrink(totals, n_buckets, inputs, RMS: tl.constexpr):
     """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0; the clip factor; why the step must not happen"""
-    weighted, alignment, norm = sum_buckets(sums, n_buckets)
+    weighted, alignment, norm = sum_buckets(totals, n_buckets)
     h = height(inputs)
     max_grad_norm = tl.load(inputs + MAX_GRAD_NORM)
     clip = clip_factor(norm, max_grad_norm)
@@ -199,7 +199,7 @@ def sum_partials(partials, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("n_rows", "n_chunks", "chunk_size", "n_buckets", "index"))
 def reduce(
-    table, chunks, groups, inputs, sums, partials, ticket,
+    table, chunks, groups, inputs, totals, sums, partials, ticket,
     n_rows, n_chunks, chunk_size, n_buckets, index,
     RMS: tl.constexpr, REGULARISED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr, ROUNDING: tl.constexpr,
@@ -220,7 +220,7 @@ def reduce(
     k_v = (0.0, 0.0, 0.0, 0.0)
     if RMS:
         k_v = moment_coefficients(groups, i_group, tl.load(row + STEP * n_rows))
-        _, _, norm = sum_buckets(sums, n_buckets)
+        _, _, norm = sum_buckets(totals, n_buckets)
         clip = clip_factor(norm, tl.load(inputs + MAX_GRAD_NORM))
     gradient_scale = (clip / tl.load(inputs + GRAD_SCALE)).to(tl.float32)
 
@@ -368,7 +368,7 @@ def count_step(counts, reason, last):
 
 @triton.jit(do_not_specialize=("n_rows", "n_chunks", "chunk_size", "n_buckets", "n_groups", "last"))
 def apply(
-    table, chunks, groups, inputs, sums, counts, sizes, ticket,
+    table, chunks, groups, inputs, totals, counts, sizes, ticket,
     n_rows, n_chunks, chunk_size, n_buckets, n_groups, last,
     MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, RMS: tl.constexpr, REGULARISED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
@@ -385,7 +385,7 @@ def apply(
     if RMS:
         k_v = moment_coefficients(groups, i_group, tl.load(row + STEP * n_rows))
 
-    rho, clip, reason = shrink(sums, n_buckets, inputs, RMS)
+    rho, clip, reason = shrink(totals, n_buckets, inputs, RMS)
     n = tl.where((reason == NONE) & (tl.load(row + G * n_rows) != 0), n, 0)
 
     group = groups + GROUP_COLUMNS * i_group
@@ -439,7 +439,7 @@ def apply(
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:
         tl.store(ticket, 0)
         if CODED:  # again, rather than kept in registers
-            rho, clip, reason = shrink(sums, n_buckets, inputs, RMS)
+            rho, clip, reason = shrink(totals, n_buckets, inputs, RMS)
         advance_steps(table, n_rows, reason)
         if not COORDINATE:  # which have no rho to tell
             tell_sizes(groups, sizes, n_groups, rho, reason, REGULARISED)

@@ -37,6 +37,8 @@ class SimulatedBackend(TritonBackend):
             memory.register(tensor, label, read_only=True)
         memory.register(inputs.scalars, "inputs", read_only=True)
         memory.register(bucket.sums, "sums", read_only=not reduces)
+        if bucket.totals is not bucket.sums:
+            memory.register(bucket.totals, "totals", read_only=True)
         if reduces:
             memory.register(tables.partials, "partials")
             memory.register(tables.reduce_ticket, "ticket")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from algorithms import EVERY, Algorithm
+from algorithms import EVERY, SCALAR, Algorithm
 
 from ranks.pool import Pool
 from ranks.troubles import TROUBLES
@@ -79,3 +79,78 @@ def test_one_collective_a_step(
 
 def test_partial_gradients(ranks: Callable[[int], Pool]) -> None:
     assert ranks(2).run(MODULE, "partial_gradients") == [True, True]
+
+
+@pytest.mark.parametrize("algorithm", SCALAR, ids=str)
+@pytest.mark.parametrize("clipping", [None, 0.5], ids=["", "clipping"])
+def test_a_rank_without_gradients_sends_nothing_of_the_others(
+    algorithm: Algorithm, clipping: float | None, ranks: Callable[[int], Pool]
+) -> None:
+    """Same gradients, loss, parameters and moments in every step: the same rho in every step."""
+    task = {"algorithm": str(algorithm), "clipping": clipping, "steps": 4}
+    told = ranks(3).run(MODULE, "constant_steps", **task)
+    sums = 4.0 if clipping is None else 4.0 * (0.5 / 2) ** (1 if algorithm.rms else 2)
+    for shrinks in told:
+        assert shrinks == pytest.approx([2 / (2 + sums)] * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("clipping", [None, 0.5], ids=["", "clipping"])
+def test_a_rank_without_a_loss_does_not_repeat_the_last_one(
+    clipping: float | None, ranks: Callable[[int], Pool]
+) -> None:
+    """Numbers of the group must not lie where the host believes its own to be."""
+    task = {"algorithm": "NGNM", "clipping": clipping, "steps": 4, "copied": True}
+    expected = ranks(2).run(MODULE, "constant_steps", **{**task, "copied": False})[0]
+    for shrinks in ranks(2).run(MODULE, "constant_steps", **task):
+        assert shrinks == expected == [expected[0]] * 4
+
+
+def test_an_overflow_is_of_one_step(ranks: Callable[[int], Pool]) -> None:
+    assert ranks(2).run(MODULE, "overflow_once") == [[1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "replicas", "placement", "copies"),
+    [
+        ((2, 2), None, "shard", 1),  # data parallel outside of the mesh
+        ((2, 2), 4, "shard", 1),
+        ((2, 2), 1, "shard", 2),  # two stages, each with a parameter of its own
+        ((2, 2), 2, "shard", 2),  # the same, where ordinary parameters lie on a stage's two ranks
+        ((2, 2), None, "replicate", 1),
+        ((2, 2), 2, "replicate", 2),
+        ((1, 4), None, "shard", 1),
+        ((4, 1), None, "shard", 1),
+        ((4, 1), 2, "shard", 2),
+    ],
+)
+def test_data_parallel_by_hand_around_tensor_parallel(
+    shape: tuple[int, int],
+    replicas: int | None,
+    placement: str,
+    copies: int,
+    ranks: Callable[[int], Pool],
+) -> None:
+    """A parameter of 4 elements counts once for each different one that there is."""
+    task = {"shape": shape, "replicas": replicas, "placement": placement, "steps": 2}
+    for shrinks in ranks(4).run(MODULE, "by_hand_around_tensor_parallel", **task):
+        assert shrinks == [2 / (2 + 4 * copies)] * 2
+
+
+def test_groups_that_come_and_go(ranks: Callable[[int], Pool]) -> None:
+    """Every number of replicas belongs to the process group of its step."""
+    pool = Pool(3)
+    try:
+        answers = pool.run(MODULE, "groups_come_and_go", port=pool.store.port)
+    finally:
+        pool.kill()
+    assert answers == [[2 / 3] * 8] * 3
+
+
+def test_a_loss_in_parts(ranks: Callable[[int], Pool]) -> None:
+    for parts, whole in ranks(2).run(MODULE, "dtensor_loss"):
+        assert parts == whole
+
+
+def test_partial_gradients_on_only_some_ranks(ranks: Callable[[int], Pool]) -> None:
+    """The others wait for their numbers, and all of them have the same."""
+    assert ranks(3).run(MODULE, "partial_on_some_ranks") == [[2 / (2 + 8)] * 3] * 3

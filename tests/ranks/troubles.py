@@ -78,9 +78,83 @@ def other_size(p: Parameter, optimizer: Any) -> None:
     optimizer.step(loss=1.0)
 
 
+def other_size_later(p: Parameter, optimizer: Any) -> None:
+    """After a step in which they agreed."""
+    q = Parameter(torch.ones(5))
+    later = NGNMDv1([q], lr=0.1)
+    for _ in range(2):
+        q.grad = torch.ones(5)
+        later.step(loss=1.0)
+    if bad_rank():
+        later.param_groups[0]["params"].append(one_parameter(n=3))
+    q.grad = torch.ones(5)
+    later.step(loss=1.0)
+
+
 def other_algorithm(p: Parameter, optimizer: Any) -> None:
     other = NGNMDv2([p]) if bad_rank() else NGNMDv1([p])
     other.step(loss=1.0)
+
+
+def whole_number_lr(p: Parameter, optimizer: Any) -> None:
+    """The same number, of another type."""
+    q = one_parameter()
+    optimizer = NGNM([q], lr=1 if bad_rank() else 1.0, max_grad_norm=2 if bad_rank() else 2.0)
+    optimizer.step(loss=1.0)
+    raise ValueError("this works")
+
+
+def other_order(p: Parameter, optimizer: Any) -> None:
+    """As many elements, with other places: their noise would be another one."""
+    params = [one_parameter(n=3), one_parameter(n=5)]
+    NGNMDv1(params[::-1] if bad_rank() else params).step(loss=1.0)
+
+
+def other_type(p: Parameter, optimizer: Any) -> None:
+    q = Parameter(torch.ones(5, dtype=torch.bfloat16 if bad_rank() else torch.float32))
+    q.grad = torch.ones_like(q)
+    NGNMDv1([q]).step(loss=1.0)
+
+
+def other_backend(p: Parameter, optimizer: Any) -> None:
+    NGNMDv1([p], backend="reference" if bad_rank() else "auto").step(loss=1.0)
+
+
+def other_clipping(p: Parameter, optimizer: Any) -> None:
+    optimizer.max_grad_norm = 1.0 if bad_rank() else None
+    optimizer.step(loss=1.0)
+
+
+def with_partial_gradient(
+    step: Callable[[Any], None], before: int = 2
+) -> Callable[[Parameter, Any], None]:
+    """The other ranks have a gradient to add up before they can send their numbers."""
+
+    def trouble(p: Parameter, optimizer: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded = Parameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)]))
+        other = NGNMDv1([sharded], lr=0.1)
+        for _ in range(before):
+            sharded.grad = DTensor.from_local(torch.ones(8), mesh, [Partial()])
+            other.step(loss=1.0)
+        sharded.grad = DTensor.from_local(torch.ones(8), mesh, [Partial()])
+        step(other)
+
+    return trouble
+
+
+def with_a_loss_in_parts(step: Callable[[Any, Any], None]) -> Callable[[Parameter, Any], None]:
+    def trouble(p: Parameter, optimizer: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Partial
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        step(optimizer, DTensor.from_local(torch.tensor(0.5), mesh, [Partial()]))
+
+    return trouble
 
 
 def uneven_replicas(p: Parameter, optimizer: Any) -> None:
@@ -123,9 +197,50 @@ TROUBLES: dict[str, tuple[Callable[[Parameter, Any], None], str]] = {
     "an error in a closure": (bad_closure, "rank 1 of .*MemoryError: out of memory in forward"),
     "a loss below its floor": (below_floor, "the loss .* is below loss_floor=0.0"),
     "no loss": (no_loss, "needs the loss of this step from at least one rank"),
+    "a bad loss beside partial gradients": (
+        with_partial_gradient(lambda o: o.step(loss="many" if bad_rank() else 1.0)),
+        "rank 1 of .*TypeError: the loss is a str",
+    ),
+    "a bad loss beside partial gradients of a new plan": (
+        with_partial_gradient(lambda o: o.step(loss="many" if bad_rank() else 1.0), before=0),
+        "rank 1 of .*TypeError: the loss is a str",
+    ),
+    "an error in a closure beside partial gradients": (
+        with_partial_gradient(lambda o: o.step(lambda: 1 / 0 if bad_rank() else 1.0)),
+        "rank 1 of .*ZeroDivisionError|division by zero",
+    ),
+    "a bad loss beside a loss in parts": (
+        with_a_loss_in_parts(lambda o, loss: o.step(loss="many" if bad_rank() else loss)),
+        "rank 1 of .*TypeError: the loss is a str",
+    ),
+    "a bad option beside a loss in parts": (
+        with_a_loss_in_parts(
+            lambda o, loss: (
+                o.step(loss=loss)
+                if not bad_rank()
+                else (o.param_groups[0].update(eps=-1.0), o.step(loss=loss))
+            )
+        ),
+        "rank 1 of .*ValueError: eps=-1.0",
+    ),
+    "an lr of another type": (whole_number_lr, "this works"),
+    "another order of parameters": (
+        other_order,
+        r"order of the parameters from parameter 0 on: rank 0 has float32\(3,\), rank 1 has float32\(5,\)",
+    ),
+    "another element type": (other_type, r"rank 0 has float32\(5,\), rank 1 has bfloat16\(5,\)"),
+    "another backend": (
+        other_backend,
+        "disagree on the backend: rank 0 has cpu, rank 1 has reference",
+    ),
+    "clipping on one rank": (
+        other_clipping,
+        "disagree on max_grad_norm: rank 0 has None, rank 1 has",
+    ),
     "another lr": (other_lr, "disagree on the values of group 0: rank 0 has .*replicas=1"),
     "another number of groups": (other_groups, "disagree on the number of groups"),
     "another size": (other_size, "disagree on the number of elements: rank 0 has 5, rank 1 has 8"),
+    "another size later": (other_size_later, "disagree on the number of elements"),
     "another algorithm": (other_algorithm, "disagree on the algorithm: .*NGNMDv1.*NGNMDv2"),
     "replicas that do not divide": (uneven_replicas, "replicas=.* does not divide the"),
     "a group without this rank": (lonely_group, "this rank is not in reduce_group"),
@@ -277,3 +392,142 @@ def partial_gradients() -> bool:
         for optimizer in optimizers:
             optimizer.step(loss=1.0)
     return torch.allclose(sharded.full_tensor(), plain, rtol=0, atol=1e-12)  # type: ignore[attr-defined]
+
+
+def constant_steps(
+    algorithm: str, steps: int, clipping: float | None = None, copied: bool = False
+) -> list[float]:
+    """rho of each step in which only the first rank has gradients, and a loss that never changes."""
+    from ngn_kernels import tables
+    from ngn_kernels.transfer import Copied
+    from ranks.layouts import algorithm_named
+
+    kept, told = tables.numbers_of, []
+    if copied:  # as on devices that the host shares no memory with: it sends what has changed
+        tables.numbers_of = lambda target, values=None: Copied(target, target.numpy().copy())
+    try:
+        p = Parameter(torch.ones(4, dtype=torch.float64))
+        optimizer = algorithm_named(algorithm).simple(
+            [p], lr=1.0, weight_decay=0.0, replicas=1, max_grad_norm=clipping
+        )
+        for _ in range(steps):
+            p.data.fill_(1.0)
+            if optimizer.state.get(p):
+                optimizer.state[p].get("exp_avg_sq", torch.zeros(1)).zero_()
+                optimizer.state[p]["step"].zero_()
+            first = dist.get_rank() == 0
+            p.grad = torch.ones_like(p) if first else None
+            if first or not copied:
+                optimizer.step(loss=1.0)
+            else:
+                optimizer.step()
+            told.append(float(optimizer.shrink))
+    finally:
+        tables.numbers_of = kept
+    return told
+
+
+def overflow_once() -> list[int]:
+    """Steps skipped so far, after each of three; the other rank's scaler overflowed in the first."""
+    from ngn_kernels import tables
+    from ngn_kernels.transfer import Copied
+
+    kept, counts = tables.numbers_of, []
+    tables.numbers_of = lambda target, values=None: Copied(target, target.numpy().copy())
+    try:
+        p = one_parameter()
+        optimizer = NGNMDv1([p], lr=0.1)
+        for k in range(3):
+            optimizer.grad_scale = torch.tensor(1.0)
+            optimizer.found_inf = torch.tensor(float(k == 0 and bad_rank()))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SkippedStepWarning)
+                optimizer.step(loss=1.0)
+            counts.append(int(optimizer.skipped_steps))
+    finally:
+        tables.numbers_of = kept
+    return counts
+
+
+def by_hand_around_tensor_parallel(
+    steps: int, shape: tuple[int, ...], replicas: int | None, placement: str = "shard"
+) -> list[float]:
+    """rho where each mesh["tp"] holds the whole parameter, and dp ranks average gradients by hand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))["tp"]
+    spread = [Shard(0) if placement == "shard" else Replicate()]
+    p = Parameter(distribute_tensor(torch.ones(4, dtype=torch.float64), mesh, spread))
+    optimizer = NGNM([p], lr=1.0, replicas=replicas)
+    told = []
+    for _ in range(steps):
+        p.grad = distribute_tensor(torch.ones(4, dtype=torch.float64), mesh, spread)
+        optimizer.step(loss=1.0)
+        assert optimizer.shrink is not None
+        told.append(float(optimizer.shrink))
+    return told
+
+
+def groups_come_and_go(port: int) -> list[float]:
+    """rho alone, on three ranks, on two of them, on three of another group, and alone again."""
+    p = Parameter(torch.ones(4, dtype=torch.float64))
+    optimizer = NGNM([p], lr=1.0)
+    told = []
+
+    def step() -> None:
+        p.grad = torch.full_like(p, 0.5)
+        optimizer.step(loss=1.0)
+        assert optimizer.shrink is not None
+        told.append(float(optimizer.shrink))
+
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    step()
+    for k, size in enumerate((3, 2, 3)):  # the last rank is alone meanwhile
+        if rank < size:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore(f"again{k}", store), rank=rank, world_size=size
+            )
+        step()
+        step()
+        if rank < size:
+            dist.destroy_process_group()
+    step()
+    return told
+
+
+def dtensor_loss() -> tuple[float, float]:
+    """rho with a loss of which each rank has a part, and with the number that it is."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, told = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    size = dist.get_world_size()
+    for part, placement in ((2.0 / size, Partial()), (2.0, Replicate())):
+        p = one_parameter()
+        optimizer = NGNM([p], lr=1.0)
+        for _ in range(2):
+            optimizer.step(loss=DTensor.from_local(torch.tensor(part), mesh, [placement]))
+        assert optimizer.shrink is not None
+        told.append(float(optimizer.shrink))
+    return told[0], told[1]
+
+
+def partial_on_some_ranks() -> list[float]:
+    """rho where the first two ranks share a parameter in parts, and the last one has its own."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    mesh, told = DeviceMesh("cpu", [0, 1]), []
+    shared = dist.get_rank() < 2
+    ones = torch.ones(4, dtype=torch.float64)
+    p = Parameter(distribute_tensor(ones, mesh, [Shard(0)]) if shared else ones.clone())
+    optimizer = NGNM([p], lr=1.0, replicas=1)
+    for _ in range(3):
+        p.grad = DTensor.from_local(ones / 2, mesh, [Partial()]) if shared else ones
+        optimizer.step(loss=1.0)
+        assert optimizer.shrink is not None
+        told.append(float(optimizer.shrink))
+    return told

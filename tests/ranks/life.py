@@ -1,0 +1,436 @@
+"""The randomised stateful test on several ranks: every rank draws the same events from one seed.
+
+Each rank keeps the oracle of the whole model beside its own part of it. Gradients and losses come and
+go, ranks own different parameters or hold replicas, gradients are sums of the ranks' parts, one rank
+alone makes a mistake, and process groups are destroyed and made anew.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from algorithms import ALGORITHMS, SCALAR, Algorithm, Hyper
+from helpers import bits, real64
+from oracle import Array, Group, Oracle, Variable
+from pair import close, largest
+from torch import Tensor
+from torch.nn import Parameter
+
+from ngn_kernels import SkippedStepWarning
+
+NAN = float("nan")
+SHAPES = ((3,), (4, 2), (7,), (), (0,), (5, 3))
+# The relative error of a whole life.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3}
+
+
+@cache  # each mesh has threads of its own
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
+
+
+@dataclass
+class Part:
+    """A parameter of the whole model, and what of it lies on this rank."""
+
+    variable: Variable
+    group: int
+    kind: str  # "ordinary", "sharded", "replicated" or "inner": a mesh within the group
+    owner: int | None  # the only rank that has it
+    param: Tensor | None
+
+    @property
+    def mesh(self) -> Any:
+        size = dist.get_world_size()
+        return mesh_of((size // 2, 2))["inner"] if self.kind == "inner" else mesh_of((size,))
+
+
+class Ranks:
+    """One life; the same on every rank but for what lies there."""
+
+    def __init__(self, seed: int, port: int) -> None:
+        rng = random.Random(seed)
+        self.port, self.seed = port, seed
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.steps = self.skipped = self.groups_made = 0
+        self.algorithm: Algorithm = rng.choice(ALGORITHMS)
+        self.dtype = rng.choice((torch.float64, torch.float64, torch.float32))
+        self.owned = rng.random() < 0.5
+        self.meshes = rng.random() < 0.6
+        self.hypers = [self.new_hyper(rng) for _ in range(2)]
+        self.options = {"max_grad_norm": rng.choice((None, 0.5)), "loss_floor": 0.0}
+        self.backend = rng.choice(("cpu", "reference"))
+        kinds = ["ordinary"] * 2
+        if self.meshes:
+            kinds += ["sharded", "replicated"]
+            kinds += ["inner"] if self.size % 2 == 0 and self.size > 2 and not self.owned else []
+        self.parts = [self.new_part(rng, rng.choice(kinds)) for _ in range(rng.randint(2, 5))]
+        self.optimizer = self.build()
+        self.oracle = Oracle(
+            self.algorithm.name, [Group([], lr=0.0) for _ in self.hypers], rms=self.algorithm.rms
+        )
+        for part in self.parts:
+            self.oracle.groups[part.group].variables.append(part.variable)
+
+    # What there is
+
+    def new_hyper(self, rng: random.Random) -> Hyper:
+        return Hyper(
+            lr=rng.choice((1e-3, 0.05, 0.3)),
+            beta1=rng.choice((0.1, 0.5, 0.9)),  # at 0 everywhere there would be no buffer
+            beta2=rng.choice((0.9, 0.99)),
+            eps=rng.choice((1e-6, 1e-2)),
+            weight_decay=rng.choice((0.0, 0.0, 0.1)),
+        )
+
+    def numbers(self, shape: tuple[int, ...]) -> Tensor:
+        values = 0.5 * torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return values.to(self.dtype)
+
+    def new_part(self, rng: random.Random, kind: str) -> Part:
+        values = self.numbers(rng.choice(SHAPES if kind == "ordinary" else ((5,), (4, 2), (1, 3))))
+        owner = rng.randrange(self.size) if self.owned and kind == "ordinary" else None
+        part = Part(Variable.at(real64(values)), rng.randrange(2), kind, owner, None)
+        if owner in (None, self.rank):
+            part.param = Parameter(self.spread(part, values))
+        return part
+
+    def spread(self, part: Part, values: Tensor) -> Tensor:
+        """Values of the whole parameter, placed as it is."""
+        if part.kind == "ordinary":
+            return values.clone()
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        placement = Replicate() if part.kind == "replicated" else Shard(0)
+        return distribute_tensor(values, part.mesh, [placement])
+
+    def build(self) -> Any:
+        columns = [
+            [p.param for p in self.parts if p.group == group and p.param is not None]
+            for group in range(2)
+        ]
+        if not any(columns):  # torch takes no optimizer without any parameter
+            columns[0].append(Parameter(torch.zeros(1, dtype=self.dtype)))
+        options = {**self.options, "backend": self.backend, "replicas": 1 if self.owned else None}
+        return self.algorithm.build(columns, self.hypers, **options)
+
+    def local(self, part: Part) -> tuple[Tensor, Callable[[Array], Array]]:
+        """What of a parameter lies here, and the same part of its oracle."""
+        assert part.param is not None
+        here = getattr(part.param, "_local_tensor", part.param)
+        if part.kind not in ("sharded", "inner"):
+            return here, lambda whole: whole
+        ranks, index = part.mesh.size(), part.mesh.get_local_rank()
+        rows = -(-part.param.shape[0] // ranks)
+        return here, lambda whole: whole[index * rows : (index + 1) * rows]
+
+    # Steps
+
+    def give_gradients(self, rng: random.Random, spoil: bool = False) -> bool:
+        """Draw a gradient for most parameters; whether there is any on any rank."""
+        size, given = rng.choice((1e-2, 1.0)), False
+        self.gradients: list[Array | None] = []
+        for part in self.parts:
+            roll, way = rng.random(), rng.random()
+            values = self.numbers(tuple(part.variable.x.shape)) * size
+            pieces = [self.numbers(tuple(values.shape)) for _ in range(self.size)]
+            if part.param is not None:
+                part.param.grad = None
+            if roll < 0.25:
+                self.gradients.append(None)
+                continue
+            given = True
+            if spoil and values.numel():
+                values.view(-1)[-1] = NAN
+            if part.kind in ("sharded", "replicated") and way < 0.5:
+                from torch.distributed.tensor import DTensor, Partial
+
+                pieces[0] = values - sum(pieces[1:], torch.zeros_like(values))
+                mine = pieces[self.rank]
+                part.param.grad = DTensor.from_local(mine, part.mesh, [Partial()])  # type: ignore[union-attr]
+                values = sum(pieces[1:], pieces[0])
+            elif part.param is not None:
+                part.param.grad = self.spread(part, values)
+            self.gradients.append(real64(values))
+        return given
+
+    def losses(self, rng: random.Random) -> list[float | None]:
+        """Of each rank; at least one has one."""
+        found = [
+            rng.choice((0.1, 2.0, 30.0)) if rng.random() < 0.7 else None for _ in range(self.size)
+        ]
+        found[rng.randrange(self.size)] = rng.choice((0.0, 0.5))
+        return found
+
+    def step(self, loss: float | None, way: str = "keyword") -> None:
+        if loss is None:
+            self.optimizer.step()
+        elif way == "keyword":
+            self.optimizer.step(loss=loss)
+        elif way == "closure":
+            self.optimizer.step(lambda: torch.tensor(loss, dtype=torch.float64))
+        else:
+            self.optimizer.set_loss(loss)
+            self.optimizer.step()
+
+    def expect(self, loss: float) -> None:
+        for group, hyper in zip(self.oracle.groups, self.hypers, strict=True):
+            group.lr, group.weight_decay = hyper.lr, hyper.weight_decay
+            group.beta1 = hyper.beta1 if self.algorithm.momentum else 0.0
+            group.beta2, group.eps = hyper.beta2, hyper.eps
+        self.oracle.loss_floor = float(self.options["loss_floor"] or 0.0)
+        self.oracle.max_grad_norm = self.options["max_grad_norm"]
+        columns: list[list[Array | None]] = [[], []]
+        for part, gradient in zip(self.parts, self.gradients, strict=True):
+            columns[part.group].append(gradient)
+        self.oracle.step(loss, columns)
+
+    def take(self, rng: random.Random, same_loss: bool = False) -> None:
+        for _ in range(rng.randint(1, 5)):
+            self.give_gradients(rng)
+            losses = self.losses(rng)
+            if same_loss:
+                losses = [losses[0] or 1.0] * self.size
+            given = [loss for loss in losses if loss is not None]
+            self.step(losses[self.rank], rng.choice(("keyword", "closure", "set")))
+            self.steps += 1
+            self.expect(sum(given) / len(given))
+            self.compare()
+        assert int(self.optimizer.skipped_steps) == self.skipped
+
+    def compare(self) -> None:
+        relative = TOLERANCES[self.dtype]
+        for number, part in enumerate(self.parts):
+            if part.param is None:
+                continue
+            here, of = self.local(part)
+            state, variable = self.optimizer.state.get(part.param, {}), part.variable
+            size = max(largest(variable.x), largest(variable.previous), 1.0)
+            columns = {"x": (here, variable.x, size)}
+            if "momentum_buffer" in state:
+                m = variable.momentum_buffer
+                columns["momentum_buffer"] = (state["momentum_buffer"], m, size)
+            if "exp_avg_sq" in state:
+                columns["exp_avg_sq"] = (state["exp_avg_sq"], variable.v, largest(variable.v))
+            for name, (actual, expected, reach) in columns.items():
+                actual = getattr(actual, "_local_tensor", actual)
+                what = f"{name} of {number} ({part.kind}) on rank {self.rank}"
+                close(real64(actual), of(expected), relative * reach + 1e-30, what)
+
+    def held(self) -> list[bytes]:
+        found = []
+        for part in self.parts:
+            if part.param is not None:
+                found.append(bits(self.local(part)[0]))
+                state = self.optimizer.state.get(part.param, {})
+                found += [bits(getattr(t, "_local_tensor", t)) for t in state.values()]
+        return found
+
+    def refused(self, step: Callable[[], Any], kinds: tuple[type[Exception], ...]) -> None:
+        """Every rank raises, and nothing changes."""
+        before = self.held()
+        try:
+            step()
+        except kinds:
+            pass
+        else:
+            raise AssertionError(f"nothing was raised on rank {self.rank}")
+        # A refused step may have made state, of zeros; the numbers that there were stay.
+        assert [b for b in self.held() if any(b)] == [b for b in before if any(b)]
+
+    def live(self, name: str, seed: int) -> bool:
+        return EVENTS[name](self, random.Random(seed)) is not False
+
+
+Event = Callable[[Ranks, random.Random], Any]
+EVENTS: dict[str, Event] = {}
+WEIGHTS: dict[str, int] = {}
+
+
+def event(weight: int = 1) -> Callable[[Event], Event]:
+    def register(function: Event) -> Event:
+        name = function.__name__.replace("_", " ")
+        EVENTS[name], WEIGHTS[name] = function, weight
+        return function
+
+    return register
+
+
+@event(10)
+def steps(life: Ranks, rng: random.Random) -> None:
+    life.take(rng)
+
+
+@event()
+def values_change(life: Ranks, rng: random.Random) -> None:
+    """A whole number on one rank is the same lr as the float on the others."""
+    number = rng.randrange(2)
+    life.hypers[number] = life.new_hyper(rng)._replace(lr=rng.choice((0.0, 1.0, 0.3)))
+    values = life.algorithm.values(life.hypers[number])
+    if values["lr"] in (0.0, 1.0) and life.rank == 0:
+        values["lr"] = int(values["lr"])
+    life.optimizer.param_groups[number].update(values)
+    life.take(rng)
+
+
+@event()
+def options_change(life: Ranks, rng: random.Random) -> None:
+    life.options = {
+        "max_grad_norm": rng.choice((None, 0.1, 2.0)),
+        "loss_floor": rng.choice((0.0, -1.0)),
+    }
+    for name, value in life.options.items():
+        setattr(life.optimizer, name, value)
+    life.take(rng)
+
+
+@event()
+def one_rank_has_a_bad_loss(life: Ranks, rng: random.Random) -> None:
+    bad, loss = rng.randrange(life.size), life.losses(rng)[life.rank]
+    life.give_gradients(rng)
+    life.refused(lambda: life.step("many" if life.rank == bad else loss), (TypeError,))  # type: ignore[arg-type]
+    life.take(rng)
+
+
+@event()
+def one_rank_fails_in_its_closure(life: Ranks, rng: random.Random) -> None:
+    bad, loss = rng.randrange(life.size), life.losses(rng)[life.rank]
+    life.give_gradients(rng)
+
+    def closure() -> float | None:
+        if life.rank == bad:
+            raise MemoryError
+        return loss
+
+    life.refused(lambda: life.optimizer.step(closure), (MemoryError, RuntimeError))
+    life.take(rng)
+
+
+@event()
+def one_rank_has_another_option(life: Ranks, rng: random.Random) -> None:
+    bad, loss = rng.randrange(life.size), life.losses(rng)[life.rank]
+    kept = life.optimizer.max_grad_norm
+    life.give_gradients(rng)
+    if life.rank == bad:
+        life.optimizer.max_grad_norm = 7.0 if kept is None else None
+    life.refused(lambda: life.step(loss), (ValueError,))
+    life.optimizer.max_grad_norm = kept
+    life.take(rng)
+
+
+@event()
+def no_rank_has_a_loss(life: Ranks, rng: random.Random) -> None:
+    if life.give_gradients(rng):
+        life.refused(life.optimizer.step, (RuntimeError,))
+    else:
+        life.optimizer.step()
+    life.take(rng)
+
+
+def skips(life: Ranks, step: Callable[[], None]) -> None:
+    before = life.held()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", SkippedStepWarning)
+        step()
+    assert sum(issubclass(w.category, SkippedStepWarning) for w in said) == 1
+    assert [b for b in life.held() if any(b)] == [b for b in before if any(b)]
+    life.skipped += 1
+    life.steps += 1
+    assert int(life.optimizer.skipped_steps) == life.skipped
+
+
+@event()
+def one_rank_has_an_overflow(life: Ranks, rng: random.Random) -> None:
+    bad, losses = rng.randrange(life.size), life.losses(rng)
+    life.give_gradients(rng)
+    life.optimizer.grad_scale = torch.tensor(1.0)
+    life.optimizer.found_inf = torch.tensor(float(life.rank == bad))
+    skips(life, lambda: life.step(losses[life.rank]))
+    for name in ("grad_scale", "found_inf"):
+        life.optimizer.__dict__.pop(name, None)
+    life.take(rng)
+
+
+@event()
+def one_rank_has_a_loss_that_is_not_finite(life: Ranks, rng: random.Random) -> None:
+    losses = life.losses(rng)
+    losses[rng.randrange(life.size)] = NAN
+    life.give_gradients(rng)
+    skips(life, lambda: life.step(losses[life.rank]))
+    life.take(rng)
+
+
+@event()
+def bad_gradients(life: Ranks, rng: random.Random) -> Any:
+    losses = life.losses(rng)
+    if life.algorithm not in SCALAR and life.optimizer.max_grad_norm is None:
+        return False
+    life.give_gradients(rng, spoil=True)
+    if not any(g is not None and g.size for g in life.gradients):
+        return False
+    skips(life, lambda: life.step(losses[life.rank]))
+    life.take(rng)
+
+
+@event()
+def a_checkpoint_is_loaded(life: Ranks, rng: random.Random) -> None:
+    saved, skipped = life.optimizer.state_dict(), int(life.optimizer.skipped_steps)
+    life.backend = rng.choice(("cpu", "reference"))
+    life.optimizer = life.build()
+    life.optimizer.load_state_dict(saved)
+    life.skipped = int(life.optimizer.skipped_steps)
+    assert life.skipped in (0, skipped)
+    life.take(rng)
+
+
+@event()
+def the_process_group_is_made_anew(life: Ranks, rng: random.Random) -> Any:
+    """With steps of each process alone in between, where they have the same loss."""
+    if life.meshes or life.owned:
+        return False
+    life.take(rng)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rng.random() < 0.7:
+        life.take(rng, same_loss=True)
+    life.groups_made += 1
+    store = dist.TCPStore("127.0.0.1", life.port, is_master=False)
+    store = dist.PrefixStore(f"life {life.seed} {life.groups_made}", store)
+    dist.init_process_group("gloo", store=store, rank=life.rank, world_size=life.size)
+    life.take(rng)
+
+
+def live(seed: int, events: int, port: int) -> tuple[int, Counter[str], bytes]:
+    """One life: its steps, its events, and what all ranks must hold alike."""
+    torch.set_num_threads(1)
+    mesh_of.cache_clear()
+    life, rng, happened = Ranks(seed, port), random.Random(seed + 1), Counter[str]()
+    lived = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SkippedStepWarning)
+            life.take(rng)
+            for _ in range(events):
+                name = rng.choices(list(EVENTS), list(WEIGHTS.values()))[0]
+                lived.append(name)
+                happened[name] += life.live(name, rng.getrandbits(32))
+    except BaseException as problem:
+        told = f"life {seed} of {life.algorithm}, {life.dtype}, owned {life.owned}: {lived}"
+        raise AssertionError(told) from problem
+    shared = [
+        bits(p.param)
+        for p in life.parts
+        if p.kind == "ordinary" and p.owner is None and p.param is not None
+    ]
+    return life.steps, happened, b"".join(shared)
