@@ -325,15 +325,15 @@ class NGNOptimizer(Optimizer):
 
     def _exchange(self) -> Exchange | None:
         """With the ranks of this step, if there are others."""
-        group, home, exchange = self._ranks.group(), home_device(self.param_groups), self._talk
+        group, exchange = self._ranks.group(), self._talk
         if group is None:
-            exchange = None
-        elif exchange is None or exchange.group is not group or exchange.home != home:
+            self._talk = None
+            return None
+        home = home_device(self.param_groups)
+        if exchange is None or exchange.group is not group or exchange.home != home:
             name, check = type(self).__name__, self._check_height
-            exchange = Exchange(self._ranks, group, name, home, check)
-        else:
-            exchange.begin()
-        self._talk = exchange
+            exchange = self._talk = Exchange(self._ranks, group, name, home, check)
+        exchange.begin()
         return exchange
 
     def _prepare(
@@ -455,18 +455,15 @@ class NGNOptimizer(Optimizer):
 
     def _valid_plan(self, exchange: Exchange | None) -> Plan | None:
         """The plan of the last step, if nothing but gradients has moved since."""
-        plan = self._plan
+        plan, rule = self._plan, self.rule
         valid = (
             plan is not None
-            and plan.rule is self.rule
-            and plan.reductions is self._reductions()
+            and plan.rule is rule
+            and plan.reductions is rule.reductions(self._max_grad_norm is not None)
             and plan.is_of(None if exchange is None else exchange.group)
             and plan.look(self.param_groups, self.state)
         )
         return plan if valid else None
-
-    def _reductions(self) -> tuple[Rule, ...]:
-        return self.rule.reductions(self._max_grad_norm is not None)
 
     def _draft(self) -> Draft:
         participants = [
@@ -481,9 +478,9 @@ class NGNOptimizer(Optimizer):
     def _make_plan(self, draft: Draft, exchange: Exchange | None) -> Plan:
         group = None if exchange is None else exchange.group
         tables = partial(self._tables_of, alone=group is None)
-        return make_plan(
-            draft, self.param_groups, self.state, self.rule, self._reductions(), tables, group
-        )
+        rule, groups = self.rule, self.param_groups
+        reductions = rule.reductions(self._max_grad_norm is not None)
+        return make_plan(draft, groups, self.state, rule, reductions, tables, group)
 
     def _tables_of(self, device: torch.device, alone: bool) -> DeviceTables:
         groups = len(self.param_groups)

@@ -164,10 +164,9 @@ class Exchange:
         self._by_rank = list(self._received.unbind())
         self._message, self._messages = array_of(self._sent), array_of(self._received)
         self._rounds = 0  # of the last step
-        self.begin()
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Begin a step, without anything of the one before."""
         self.agreement = NOTHING_AGREED
         self.has_gradients = True
         self.problem: Exception | None = None

@@ -1,6 +1,7 @@
-"""`make soak`: many lives of an optimizer, a million steps in all, beside the oracle.
+"""`make soak`: many randomised runs of an optimizer, a million steps in all, beside the oracle.
 
-Each life is a seed: what fails says which, and `make soak` with `ARGS="--life SEED"` lives it again.
+Each is a seed: what fails says which, and `make soak` with `ARGS="--life SEED"` lives it again. Every
+tenth seed is of an optimizer on two or three ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from life import EVENTS, WEIGHTS, Life, counted
+from ranks.pool import Pool
 
 from ngn_kernels import SkippedStepWarning
 from ngn_kernels.backends import availability
@@ -32,9 +34,28 @@ class Soak:
         self.lives: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
+        self.pools: dict[int, Pool] = {}
 
     def live(self, seed: int) -> None:
         """One life from its beginning to its end; raises what fails, after saying how to repeat it."""
+        if seed % 10 == 9:
+            self.live_on_ranks(seed, 2 + seed // 10 % 2)
+        else:
+            self.live_here(seed)
+
+    def live_on_ranks(self, seed: int, size: int) -> None:
+        if size not in self.pools or self.pools[size].broken:
+            self.pools[size] = Pool(size)
+        pool = self.pools[size]
+        task = {"seed": seed, "events": EVENTS_OF_A_LIFE, "port": pool.store.port}
+        answers = pool.run("ranks.life", "live", **task)
+        assert len({held for *_, held in answers}) == 1, "replicas differ"
+        steps, happened, _ = answers[0]
+        self.events += happened
+        self.steps[f"{size} ranks"] += steps
+        self.lives[f"on {size} ranks"] += 1
+
+    def live_here(self, seed: int) -> None:
         rng = random.Random(seed)
         here = [name for name, reason in availability().items() if reason is None]
         shares = [SHARES[name] for name in here]
@@ -89,6 +110,8 @@ def main() -> None:
     print(counted(soak.events))
     by_backend = ", ".join(f"{count:,} on {name}" for name, count in soak.steps.most_common())
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in soak.lives.most_common())
+    for pool in soak.pools.values():
+        pool.kill()
     minutes = (time.monotonic() - started) / 60
     print(f"lives: {kinds}; steps: {by_backend}; {minutes:.0f} minutes")
     print(

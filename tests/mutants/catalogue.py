@@ -374,7 +374,7 @@ OPTIMIZER = of(
     ),
     (
         "optimizer-clipping-set-later",
-        "            and plan.reductions is self._reductions()\n",
+        "            and plan.reductions is rule.reductions(self._max_grad_norm is not None)\n",
         "",
         f"{ROUGH} -k set_between_steps",
         "options that are set later are used",
