@@ -156,6 +156,12 @@ def check_gradient(param: Tensor, label: str) -> None:
             f"{label} has a gradient of layout {grad.layout}; NGN optimizers take dense gradients: "
             "use sparse=False in the layer, or param.grad = param.grad.to_dense()"
         )
+    if grad.is_complex() != param.is_complex():
+        wanted = "param.grad.to(param.dtype)" if param.is_complex() else "param.grad.real"
+        raise TypeError(
+            f"{label} is {param.dtype} and its gradient {grad.dtype}, where both must be real or both "
+            f"complex: write param.grad = {wanted} before the step"
+        )
     if grad.shape != param.shape:
         raise RuntimeError(
             f"{label} has a gradient of shape {tuple(grad.shape)}: call zero_grad() before "

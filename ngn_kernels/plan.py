@@ -188,10 +188,16 @@ class Bucket:
             self.table[column] = values
 
     def signature_rows(self, rule: Rule) -> list[SignatureRow]:
-        # A complex gradient has another type: it may be lazily conjugated, and is looked at closely.
-        sample = torch.empty(0, dtype=self.key.grad, device="cpu")
+        real = torch.empty(0, dtype=self.key.grad, device="cpu")
+        pairs = torch.empty(0, dtype=self.key.grad.to_complex(), device="cpu")
         return [
-            SignatureRow(r.param, r.dense, r.state, ("step", *keys_of(rule, r.state)), sample)
+            SignatureRow(
+                r.param,
+                r.dense,
+                r.state,
+                ("step", *keys_of(rule, r.state)),
+                pairs if r.param.is_complex() else real,
+            )
             for r in self.rows
         ]
 

@@ -27,9 +27,11 @@ from helpers import (
     random_gradients,
     snapshot,
 )
+from layouts import LAYOUTS
+from pair import Pair
 from torch.nn import Parameter
 
-from ngn_kernels import SkippedStepWarning
+from ngn_kernels import SkippedStepWarning, signature
 from ngn_kernels.backends import availability
 
 NAN, INF = float("nan"), float("inf")
@@ -262,6 +264,54 @@ def test_sparse_gradient_without_names(backend: str) -> None:
     with pytest.raises(TypeError, match=told):
         optimizer.step(loss=1.0)
     assert_unchanged(optimizer, before)
+
+
+KINDS = {
+    "complex with a real gradient": (torch.complex64, torch.float32, r"param\.grad\.to\("),
+    "double complex": (torch.complex128, torch.float64, r"param\.grad\.to\("),
+    "complex with a double gradient": (torch.complex64, torch.float64, r"param\.grad\.to\("),
+    "real with a complex gradient": (torch.float32, torch.complex64, r"param\.grad\.real"),
+    "double with a complex gradient": (torch.float64, torch.complex128, r"param\.grad\.real"),
+}
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch refuses them itself")
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize(("kind", "other", "says"), KINDS.values(), ids=KINDS)
+def test_a_gradient_that_is_complex_where_its_parameter_is_not(
+    backend: str,
+    kind: torch.dtype,
+    other: torch.dtype,
+    says: str,
+    layout: str,
+    native: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the first step, and between steps that have gradients of the parameter's own kind."""
+    if backend == "triton" and torch.float64 in (kind.to_real(), other.to_real()):
+        pytest.skip("it has no float64")
+    if not native:
+        monkeypatch.setattr(signature, "NativeSignature", None)
+    p = Parameter(LAYOUTS[layout](torch.ones(9, dtype=kind)))
+    q = Parameter(torch.ones(4, dtype=kind.to_real()))
+    p.grad_dtype = None
+    optimizer = NGNMDv1.simple([("p", p), ("q", q)], backend=backend)
+    for k in range(5):
+        pair = Pair(NGNMDv1, optimizer)
+        random_gradients([p, q], seed=k)
+        grad = p.grad
+        before = snapshot(optimizer)
+        p.grad = torch.ones(9, dtype=other)
+        with pytest.raises(TypeError, match=rf"parameter 'p' 0 of .* its gradient {other}.*{says}"):
+            optimizer.step(loss=1.0)
+        assert_unchanged(optimizer, before)
+        if k > 1:  # steps with and without a refused one between them
+            p.grad = grad
+            for _ in range(2):
+                pair.sync()
+                pair.step(1.0)
+                pair.check_step()
 
 
 class Wrapper(torch.Tensor):
