@@ -65,6 +65,21 @@ OPTIONAL_VALUES = {
 }
 
 
+# Of the lr that a schedule began with: what its products may be rounded by. A schedule that goes one
+# step too far is further below 0 than this, unless it has a million steps.
+LR_ROUNDING = 1e-6
+
+
+def usable_lr(lr: float, group: dict[str, Any], defaults: dict[str, Any]) -> float:
+    """The lr of a step: 0 where a schedule that ends at 0 was rounded to a number below it."""
+    if lr >= 0:
+        return lr
+    start = group.get("initial_lr", defaults["lr"])
+    if isinstance(start, Tensor):
+        start = start.item() if start.device.type == "cpu" else 0.0
+    return 0.0 if lr >= -LR_ROUNDING * start else lr
+
+
 def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Raise unless a group has the values of its algorithm, and every one is in its range."""
     algorithm = defaults["algorithm"]
@@ -80,7 +95,7 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
         if lr.numel() != 1 or not lr.is_floating_point():
             raise ValueError(f"lr={lr}: a tensor lr must be one floating-point number")
         lr = lr.item() if lr.device.type == "cpu" else 0.0
-    require("lr", lr, "in [0, inf)", lambda v: 0 <= v < math.inf)
+    require("lr", lr, "in [0, inf)", lambda v: 0 <= usable_lr(v, group, defaults) < math.inf)
     unit = "in [0, 1)"
     if "momentum" in group:
         require("momentum", group["momentum"], unit, lambda v: 0 <= v < 1)

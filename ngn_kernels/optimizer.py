@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, select_backend
 from .backends.reference import tell_of_others
-from .checks import check_group, require, warn
+from .checks import check_group, require, usable_lr, warn
 from .formats import Storage
 from .hooks import entrance
 from .loss import PendingLoss, has_gradients
@@ -140,6 +140,7 @@ class NGNOptimizer(Optimizer):
         self._talk: Exchange | None = None
         self._momentum = False
         self._checked: Any = None
+        self._values: list[GroupValues] = []
 
     # Options
 
@@ -242,7 +243,11 @@ class NGNOptimizer(Optimizer):
             for group in self.param_groups:
                 check_group(group, self.defaults)
             self._checked = seen
-        return values, device_lrs
+            self._values = [
+                v._replace(lr=usable_lr(v.lr, group, self.defaults))
+                for v, group in zip(values, self.param_groups, strict=True)
+            ]
+        return self._values, device_lrs
 
     def _all_params(self) -> Iterator[tuple[int, int, Tensor]]:
         """Group, place in it, parameter: in the order in which state_dict counts them."""
@@ -555,7 +560,7 @@ class NGNOptimizer(Optimizer):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
 
-        groups = deepcopy(state_dict["param_groups"])
+        groups = deepcopy(list(state_dict["param_groups"]))
         check_loadable(groups, self.param_groups, self.defaults)
         saved_names = [saved for group in groups for saved in group["params"]]
         owners = {

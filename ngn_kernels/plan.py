@@ -5,7 +5,7 @@ A plan is built once and kept while nothing but gradients moves; its signature d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,7 +244,12 @@ class Plan:
         self.reductions = reductions
         self.buckets = buckets
         self.devices = devices
-        self._copies = [row for b in buckets for row in b.rows if row.copy is not None]
+        self._gapped = [
+            (row, bucket.table[Column.G, i : i + 1])
+            for bucket in buckets
+            for i, row in enumerate(bucket.rows)
+            if row.copy is not None
+        ]
         self._sharded = any(is_sharded(row.param) for b in buckets for row in b.rows)
         self.sums = [
             torch.zeros(max(1, len(buckets)), len(Sum), dtype=float_type(d.device), device=d.device)
@@ -293,9 +298,8 @@ class Plan:
             if bucket.backend.takes_tensors:
                 for row in bucket.rows:
                     row.hold_gradient()
-        for row in self._copies:
-            assert row.copy is not None
-            row.copy.copy_(row.local)
+        for row in self._copied():
+            row.dense.copy_(row.local)
         return True
 
     def finish(self) -> None:
@@ -306,10 +310,13 @@ class Plan:
                     row.held = None
             else:
                 increment_version(bucket.active)
-        for row in self._copies:
-            assert row.copy is not None
-            row.local.copy_(row.copy)
+        for row in self._copied():
+            row.local.copy_(row.dense)
         self.signature.release()
+
+    def _copied(self) -> Iterator[Row]:
+        """The rows with gaps in memory that take part in this step."""
+        return (row for row, address in self._gapped if address[0] != 0)
 
     def share_sums(self) -> None:
         """Bring every bucket's sums to every device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from numbers import Real
 from typing import Any
@@ -135,7 +136,8 @@ def check_state(
 ) -> None:
     """Raise unless what lies in a parameter's state can be used, after a move or a new layout."""
     step = state.get("step", 0.0)
-    if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, Real)):
+    is_tensor = isinstance(step, Tensor)
+    if not (step.numel() == 1 and not step.is_complex() if is_tensor else isinstance(step, Real)):
         raise ValueError(f"the step of {owner} is not one number: {mend}")
     for key in columns_of(rule):
         if key not in state:
@@ -366,8 +368,9 @@ def load_state(
             'with the rounding that it was saved with, or add "remainder": '
             "torch.zeros_like(param, dtype=torch.int16) to go on from the rounded parameter"
         )
-    mend = "load it into the model that it was saved with"
-    check_state(values, param, rule, f"{label}, as loaded,", mend)
+    owner, mend = f"{label}, as loaded,", "load it into the model that it was saved with"
+    check_state(values, param, rule, owner, mend)
+    _check_numbers(values, owner)
     check_storage(param, storage_of(rule, storage), label)
     state: dict[str, Any] = {}
     if "step" in values:
@@ -383,12 +386,29 @@ def load_state(
     return state
 
 
+def _check_numbers(values: dict[str, Any], owner: str) -> None:
+    """Raise unless a run can have left these numbers behind: finite ones, and v not negative."""
+    mend = (
+        "no step stores that, so the file is damaged: load an earlier one, or leave this state out"
+    )
+    if "step" in values:
+        count = float(values["step"])
+        if not (math.isfinite(count) and count >= 0 and count.is_integer()):
+            raise ValueError(f"the step of {owner} is {count}, not a count of steps: {mend}")
+    for key in set(STATE_KEYS) & set(values):
+        numbers = local(values[key])
+        if numbers.is_complex():
+            numbers = torch.view_as_real(numbers.resolve_conj())
+        if not numbers.isfinite().all():
+            raise ValueError(f"the {key} of {owner} has numbers that are not finite: {mend}")
+        if key == "exp_avg_sq" and (numbers < 0).any():
+            raise ValueError(f"the {key} of {owner} has negative numbers: {mend}")
+
+
 def _check_storable(values: Tensor, key: str, form: Format, label: str) -> None:
-    """In a narrow format one bad number would spoil its neighbours."""
-    values = local(values)
-    sound = (values.abs() <= form.limit).all() and not (key == "exp_avg_sq" and (values < 0).any())
-    if not sound:
+    """In a narrow format one number that is too large would spoil its neighbours."""
+    if not (local(values).abs() <= form.limit).all():
         raise ValueError(
-            f"the {key} of {label}, as loaded, has numbers that are negative, not finite or too "
-            'large for a narrow state: load it with state="float32"'
+            f"the {key} of {label}, as loaded, has numbers that are too large for a narrow state: "
+            'load it with state="float32"'
         )

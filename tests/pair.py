@@ -12,7 +12,14 @@ from helpers import real64
 from oracle import Array, Group, Oracle, Variable
 from torch import Tensor
 
-from ngn_kernels.formats import QUANTUM, REMAINDER, in_memory_order, join_bfloat16, quanta, rounding_of
+from ngn_kernels.formats import (
+    QUANTUM,
+    REMAINDER,
+    in_memory_order,
+    join_bfloat16,
+    quanta,
+    rounding_of,
+)
 from ngn_kernels.state import plain_state
 
 
@@ -159,9 +166,9 @@ class Pair:
         for (p, group), variable, before in self._rows():
             tol = TOLERANCES[p.abs().dtype if p.is_complex() else p.dtype]
             x, m = variable.x, variable.momentum_buffer
-            roundoff = tol.storage * ROUNDOFFS[
-                rounding_of(p.dtype, self.optimizer._storage.rounding)
-            ]
+            roundoff = (
+                tol.storage * ROUNDOFFS[rounding_of(p.dtype, self.optimizer._storage.rounding)]
+            )
             size = np.maximum(np.abs(x), np.abs(before.x))
             size = size + np.maximum(np.abs(m), np.abs(before.momentum_buffer))
             close(

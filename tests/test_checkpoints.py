@@ -15,7 +15,9 @@ from helpers import SHAPES, params_of, random_columns, random_gradients, snapsho
 from pair import Pair
 from torch.nn import Parameter
 
-from ngn_kernels import SkippedStepWarning
+from ngn_kernels import SkippedStepWarning, signature
+
+NAN, INF = float("nan"), float("inf")
 
 
 def trained(algorithm: Algorithm, backend: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -229,6 +231,94 @@ def test_deepcopy_together_with_the_model(backend: str) -> None:
     advance(twin, 1)
     advance(optimizer, 1)
     assert torch.equal(twin_model.weight, model.weight)
+
+
+BAD_NUMBERS: dict[str, tuple[str, Any, str]] = {
+    "v nan": ("exp_avg_sq", NAN, "not finite"),
+    "v inf": ("exp_avg_sq", INF, "not finite"),
+    "v negative": ("exp_avg_sq", -1e-30, "negative"),
+    "m nan": ("momentum_buffer", NAN, "not finite"),
+    "m inf": ("momentum_buffer", -INF, "not finite"),
+    **{f"step {count}": ("step", count, f"is {count}") for count in (-1.0, -3.0, NAN, INF, 2.5)},
+}
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("state", ["float32", "8bit"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(("key", "bad", "says"), BAD_NUMBERS.values(), ids=BAD_NUMBERS)
+def test_numbers_that_no_step_stores_are_not_loaded(
+    key: str, bad: float, says: str, kind: torch.dtype, state: str, backend: str
+) -> None:
+    if backend == "triton" and kind == torch.float64:
+        pytest.skip("it has no float64")
+    if kind == torch.float64 and state != "float32":
+        pytest.skip("it keeps float64 state")
+    p = Parameter(torch.ones(4100, dtype=kind))
+    optimizer = NGNMDv1.simple([("w", p)], backend=backend, state=state)
+    advance(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    held = saved["state"][0]
+    if key == "step":
+        held["step"] = torch.tensor(bad)
+    else:
+        numbers = torch.view_as_real(held[key]) if kind.is_complex else held[key]
+        numbers.view(-1)[-1] = bad  # of a complex one the imaginary part
+    before = snapshot(optimizer)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=rf"the {key} of parameter 'w' 0 .*, as loaded, .*{says}"
+        ):
+            optimizer.load_state_dict(saved)
+        assert snapshot(optimizer) == before
+        advance(optimizer, 1)
+        before = snapshot(optimizer)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor([3]), torch.tensor(3.0)], ids=repr)
+def test_step_counts_that_are_loaded(count: Any, backend: str) -> None:
+    optimizer = trained(NGNMDv1, backend, torch.float32)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for held in saved["state"].values():
+        held["step"] = count
+    optimizer.load_state_dict(saved)
+    pair = Pair(NGNMDv1, optimizer)
+    random_gradients(params_of(optimizer), seed=9)
+    pair.step(1.0)
+    pair.check_step()
+    assert {float(held["step"]) for held in optimizer.state.values()} == {4.0}
+
+
+@pytest.mark.essential
+@EVERY
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_groups_in_tuples(
+    algorithm: Algorithm, native: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what is loaded, and in what the user assigns; with the bits of groups in lists."""
+    if not native:
+        monkeypatch.setattr(signature, "NativeSignature", None)
+    optimizer = trained(algorithm, backend, torch.float32)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"] = tuple(
+        {**group, "params": tuple(group["params"])} for group in saved["param_groups"]
+    )
+    loaded, assigned = (untrained(optimizer, algorithm, backend) for _ in range(2))
+    for other in (loaded, assigned):
+        other.load_state_dict(saved)
+    advance(assigned, 3)  # a plan that is kept
+    assigned.param_groups = tuple(
+        {**group, "params": tuple(group["params"])} for group in assigned.param_groups
+    )
+    advance(loaded, 3)
+    advance(optimizer, 3)
+    for k in range(4, 7):
+        assert snapshot(loaded) == snapshot(assigned) == snapshot(optimizer)
+        for each in (optimizer, loaded, assigned):
+            advance(each, k, skip_one=k == 5)
+    plan = assigned._plan
+    advance(assigned, 7)
+    assert assigned._plan is plan, "the plan is kept"
 
 
 def test_load_state_dict_hooks(backend: str) -> None:

@@ -621,11 +621,12 @@ def test_scales_that_do_not_fit(backend: str, scale: Tensor | None) -> None:
     assert snapshot(optimizer) == before
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("bad", [3.39e38, 1e39])
 def test_numbers_that_would_spoil_their_neighbours_are_not_loaded(backend: str, bad: float) -> None:
     optimizer = trained(backend, "8bit")
     saved = optimizer.state_dict()
-    saved["state"][0]["exp_avg_sq"][17] = bad
+    saved["state"][0]["momentum_buffer"] = saved["state"][0]["momentum_buffer"].double()
+    saved["state"][0]["momentum_buffer"][17] = bad
     before = snapshot(optimizer)
     with pytest.raises(ValueError, match='load it with state="float32"'):
         optimizer.load_state_dict(saved)
