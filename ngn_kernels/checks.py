@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .shards import is_sharded, local
 
@@ -63,6 +67,50 @@ OPTIONAL_VALUES = {
     "beta2": 'NGND has it with preconditioner="rms"',
     "eps": "algorithms with an RMS preconditioner have it",
 }
+
+
+# Keywords of other optimizers, and what to write here instead.
+FOREIGN_OPTIONS = {
+    "fused": "leave it out: every step is fused, and backend= chooses the kernels",
+    "foreach": "leave it out: every step is fused, and backend= chooses the kernels",
+    "capturable": "leave it out: every step on a GPU can be captured",
+    "differentiable": "leave it out: no step can be differentiated",
+    "maximize": "minimise the negative loss instead, with a loss_floor below it",
+    "amsgrad": "leave it out: there is no such variant",
+    "nesterov": "leave it out: there is no such variant",
+    "dampening": "leave it out: the gradient's share is 1 - momentum",
+    "alpha": "it is beta2, or betas[1], here",
+    "learning_rate": "it is lr here",
+    "epsilon": "it is eps here",
+    "beta1": "it is betas[0], or momentum, here",
+}
+
+
+@cache
+def torch_keywords() -> frozenset[str]:
+    """What the constructors of torch's own optimizers take."""
+    classes = [v for v in vars(torch.optim).values() if isinstance(v, type)]
+    keywords = [inspect.signature(c).parameters for c in classes if issubclass(c, Optimizer)]
+    return frozenset(name for parameters in keywords for name in parameters)
+
+
+def check_group_names(names: Iterable[str], known: Iterable[str], owner: str) -> None:
+    """Raise for a name that was meant for an optimizer, and that this one would never read.
+
+    Any other name is the user's own: schedulers, trainers and layer-wise rates keep theirs in groups.
+    """
+    known = list(known)
+    for name in names:
+        if name in known or name in OPTIONAL_VALUES:
+            continue
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.85)
+        advice = FOREIGN_OPTIONS.get(name)
+        if advice is None and name in torch_keywords() - {"params", "defaults"}:
+            advice = "leave it out: it is an option of another optimizer"
+        if advice is None and near and near[0] not in name:  # such as max_momentum
+            advice = f"did you mean {near[0]}?"
+        if advice is not None:
+            raise TypeError(f"{owner} has no option {name}, which a group has: {advice}")
 
 
 # Of the lr that a schedule began with: what its products may be rounded by. A schedule that goes one

@@ -188,15 +188,18 @@ class Bucket:
             self.table[column] = values
 
     def signature_rows(self, rule: Rule) -> list[SignatureRow]:
-        real = torch.empty(0, dtype=self.key.grad, device="cpu")
-        pairs = torch.empty(0, dtype=self.key.grad.to_complex(), device="cpu")
+        kinds = {
+            is_complex: self.key.grad.to_complex() if is_complex else self.key.grad
+            for is_complex in {row.param.is_complex() for row in self.rows}
+        }
+        samples = {kind: torch.empty(0, dtype=dtype, device="cpu") for kind, dtype in kinds.items()}
         return [
             SignatureRow(
                 r.param,
                 r.dense,
                 r.state,
                 ("step", *keys_of(rule, r.state)),
-                pairs if r.param.is_complex() else real,
+                samples[r.param.is_complex()],
             )
             for r in self.rows
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from numbers import Real
 from typing import Any
 
@@ -39,6 +40,7 @@ from .shards import (
 )
 
 STATE_KEYS = ("momentum_buffer", "exp_avg_sq")
+SAVED = "ngn"  # in a saved group: what belongs to the whole optimizer
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -311,6 +313,16 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     return numbers
 
 
+def saved_options(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What belongs to the whole optimizer; every group has it, and files of other ways have none."""
+    found = [group[SAVED] for group in groups if isinstance(group.get(SAVED), dict)]
+    options = dict(found[0]) if found else {}
+    count = options.get("skipped_steps", 0)
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"the loaded skipped_steps is {count!r}: it must be a count of steps")
+    return options
+
+
 def check_loadable(
     loaded: list[dict[str, Any]], current: list[dict[str, Any]], defaults: dict[str, Any]
 ) -> None:
@@ -346,13 +358,18 @@ def load_state(
 ) -> dict[str, Any]:
     """One parameter's loaded state, copied to its device and memory order.
 
-    It is recast only to and from the narrow formats of `state=`.
+    It is recast only to and from the narrow formats of `state=`. Keys that are not the optimizer's
+    are the user's own: they are copied as they are.
     """
     rule = RULES[algorithm]
     # torch's loader of flattened state gives {} for what lies beside the numbers and was not saved.
     beside = {REMAINDER, *map(scale_key, STATE_KEYS)}
+    reserved = {"step", *STATE_KEYS, *beside}
+    own = {k: copied(v) for k, v in values.items() if k not in reserved}
     values = {
-        k: v for k, v in values.items() if not (k in beside and isinstance(v, dict) and not v)
+        k: v
+        for k, v in values.items()
+        if k in reserved and not (k in beside and isinstance(v, dict) and not v)
     }
     required = {"step"} | ({"exp_avg_sq"} if rule.rms else set())
     known = required | ({"momentum_buffer"} if rule.momentum else set())
@@ -383,7 +400,11 @@ def load_state(
             put(state, key, values[key], param, form, number)
     if exact and values:
         state[REMAINDER] = copied_like(param, values[REMAINDER], torch.int16)
-    return state
+    return state | own
+
+
+def copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 def _check_numbers(values: dict[str, Any], owner: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -176,6 +177,58 @@ def test_option_of_the_optimizer_in_a_group(
     with pytest.raises(ValueError, match=option):
         optimizer.add_param_group(group) if late else algorithm.simple([group])
     assert len(optimizer.param_groups) == 1
+
+
+TYPOS = {
+    "weight_decy": "did you mean weight_decay?",
+    "wieght_decay": "did you mean weight_decay?",
+    "LR": "did you mean lr?",
+    "beta": "did you mean betas?",
+    "max_grad_nrom": "did you mean max_grad_norm?",
+    "learning_rate": "it is lr here",
+    "fused": "leave it out: every step is fused",
+    "foreach": "leave it out: every step is fused",
+    "capturable": "leave it out",
+    "momentum_decay": "leave it out: it is an option of another optimizer",
+    "rho": "leave it out: it is an option of another optimizer",
+}
+
+
+@pytest.mark.parametrize(("name", "says"), TYPOS.items(), ids=TYPOS)
+@pytest.mark.parametrize("value", [True, None, 0.1])
+def test_a_group_with_a_name_that_nobody_reads(name: str, says: str, value: Any) -> None:
+    p, q = Parameter(torch.ones(2)), Parameter(torch.ones(3))
+    optimizer = NGNMDv1.simple([q])
+    told = rf"^NGNMDv1 has no option {name}, which a group has: {re.escape(says)}"
+    with pytest.raises(TypeError, match=told):
+        NGNMDv1.simple([{"params": [p], name: value}])
+    with pytest.raises(TypeError, match=told):
+        optimizer.add_param_group({"params": [p], name: value})
+    assert len(optimizer.param_groups) == 1
+
+
+OWN_NAMES = (
+    *("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "max_momentum", "base_momentum"),
+    *("lr_scale", "lr_mult", "wd_mult", "name", "group_name", "layer_id", "is_bias", "tags"),
+    *("no_weight_decay", "weight_decay_scale", "stage", "depth", "step"),
+)
+
+
+def test_a_group_may_have_names_of_the_users_own(backend: str) -> None:
+    """What schedulers, trainers and layer-wise rates keep there; and what another group says."""
+    p, q = Parameter(torch.ones(2)), Parameter(torch.ones(3))
+    optimizer = NGNMDv1.simple([{"params": [p], **dict.fromkeys(OWN_NAMES, 0.5)}], backend=backend)
+    optimizer.add_param_group({**optimizer.param_groups[0], "params": [q]})
+    for saved in (optimizer.param_groups, optimizer.state_dict()["param_groups"]):
+        again = NGNMDv1.simple([{**g, "params": [p]} for g in saved[:1]], backend=backend)
+        assert {name: again.param_groups[0][name] for name in OWN_NAMES} == dict.fromkeys(
+            OWN_NAMES, 0.5
+        )
+    random_gradients([p, q], seed=0)
+    optimizer.step(loss=1.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step(loss=1.0)
+    assert all(group["lr_scale"] == 0.5 for group in optimizer.param_groups)
 
 
 LOSSES: dict[str, tuple[Any, str]] = {
