@@ -41,6 +41,7 @@ struct Tensor {
 
   int64_t address() const { return reinterpret_cast<int64_t>(data) + static_cast<int64_t>(byte_offset); }
 };
+constexpr uint8_t COMPLEX = 5;  // code of a data type
 struct Version { uint32_t major, minor; };
 struct ExchangeApi {
   Version version;
@@ -134,7 +135,7 @@ class Signature {
 
   // Compare all with what was there at the start. Unless STALE: the gradients' addresses are in the
   // columns (0 for none, UNUSUAL_ADDRESS where a closer look is needed), and they are held.
-  int look(const py::list& groups, const py::dict& state) {
+  int look(const py::object& groups, const py::dict& state) {
     if (!same_groups(groups) || !same_state(state)) return STALE;
     for (PyObject* param : idle_) {
       if (!gradient_of(param).is_none()) return STALE;
@@ -278,15 +279,25 @@ class Signature {
     return place;
   }
 
-  bool same_groups(const py::list& groups) const {
-    if (groups.size() != sizes_.size()) return false;
+  // Itself if it is a list or a tuple, and otherwise a list of what it holds.
+  static py::object sequence(PyObject* iterable) {
+    PyObject* fast = PySequence_Fast(iterable, "groups and their parameters must be sequences");
+    if (!fast) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(fast);
+  }
+
+  bool same_groups(const py::object& given) const {
+    const py::object groups = sequence(given.ptr());
+    if (static_cast<size_t>(PySequence_Fast_GET_SIZE(groups.ptr())) != sizes_.size()) return false;
     size_t next = 0;
     for (size_t g = 0; g < sizes_.size(); ++g) {
-      PyObject* group = PyList_GET_ITEM(groups.ptr(), g);
-      PyObject* params = PyDict_Check(group) ? PyDict_GetItemWithError(group, params_key_.ptr()) : nullptr;
-      if (!params || !PyList_Check(params) || static_cast<size_t>(PyList_GET_SIZE(params)) != sizes_[g]) return false;
+      PyObject* group = PySequence_Fast_GET_ITEM(groups.ptr(), g);
+      PyObject* held = PyDict_Check(group) ? PyDict_GetItemWithError(group, params_key_.ptr()) : nullptr;
+      if (!held) return false;
+      const py::object params = sequence(held);
+      if (static_cast<size_t>(PySequence_Fast_GET_SIZE(params.ptr())) != sizes_[g]) return false;
       for (size_t i = 0; i < sizes_[g]; ++i, ++next) {
-        if (PyList_GET_ITEM(params, i) != params_[next].ptr()) return false;
+        if (PySequence_Fast_GET_ITEM(params.ptr(), i) != params_[next].ptr()) return false;
       }
     }
     return true;
@@ -347,6 +358,7 @@ class Signature {
       return UNUSUAL_ADDRESS;
     }
     if (!same_kind(tensor, row.gradient_type, row.order)) return UNUSUAL_ADDRESS;
+    if (row.gradient_type.code == dlpack::COMPLEX) return UNUSUAL_ADDRESS;  // it may be lazily conjugated
     if (row.may_be_negated && is_negated(grad)) return UNUSUAL_ADDRESS;
     if (tensor.address()) return tensor.address();
     return is_empty(tensor) ? 1 : UNUSUAL_ADDRESS;  // a gradient without elements is one, too

@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
 from .backends.reference import report_step
-from .checks import check_group, require, warn, whole_loss
+from .checks import (
+    FOREIGN_OPTIONS,
+    check_group,
+    check_group_names,
+    require,
+    usable_lr,
+    warn,
+    whole_loss,
+)
 from .formats import Storage
 from .hooks import entrance
 from .loss import PendingLoss, has_gradients
@@ -24,7 +32,7 @@ from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, 
 from .ranks import Agreement, Exchange, Ranks
 from .rules import RULES, Reason, Rule
 from .shards import is_sharded, local
-from .state import check_loadable, load_state, plain_state
+from .state import SAVED, check_loadable, load_state, plain_state, saved_options
 from .tables import Count, DeviceTables, GroupValues, Size
 
 PER_OPTIMIZER = (
@@ -42,19 +50,6 @@ WARNINGS = {
     "the step was skipped",
     Reason.ELEMENTS_KEPT: "some elements would have become non-finite (a non-finite gradient, "
     "or an overflow of the storage type) and kept their old values",
-}
-
-# Keywords of torch's own optimizers, and what to write here instead.
-FOREIGN_OPTIONS = {
-    "fused": "leave it out: every step is fused, and backend= chooses the kernels",
-    "foreach": "leave it out: every step is fused, and backend= chooses the kernels",
-    "capturable": "leave it out: every step on a GPU can be captured",
-    "differentiable": "leave it out: no step can be differentiated",
-    "maximize": "minimise the negative loss instead, with a loss_floor below it",
-    "amsgrad": "leave it out: there is no such variant",
-    "nesterov": "leave it out: there is no such variant",
-    "dampening": "leave it out: the gradient's share is 1 - momentum",
-    "alpha": "it is beta2, or betas[1], here",
 }
 
 
@@ -141,6 +136,7 @@ class NGNOptimizer(Optimizer):
         self._agreed: tuple[Any, Agreement] | None = None
         self._momentum = False
         self._checked: Any = None
+        self._values: list[GroupValues] = []
 
     # Options
 
@@ -215,7 +211,13 @@ class NGNOptimizer(Optimizer):
             tensors = [p[1] if isinstance(p, tuple) else p for p in params]
             if len({id(p) for p in tensors}) < len(tensors):
                 raise ValueError("a group lists the same parameter twice: pass each parameter once")
+            check_group_names(
+                param_group,
+                [*self.defaults, "params", "param_names", SAVED, *PER_OPTIMIZER],
+                type(self).__name__,
+            )
             check_group({**self.defaults, **param_group}, self.defaults)
+            param_group[SAVED] = None
         super().add_param_group(param_group)
         self._plan = None
 
@@ -243,7 +245,11 @@ class NGNOptimizer(Optimizer):
             for group in self.param_groups:
                 check_group(group, self.defaults)
             self._checked = seen
-        return values, device_lrs
+            self._values = [
+                v._replace(lr=usable_lr(v.lr, group, self.defaults))
+                for v, group in zip(values, self.param_groups, strict=True)
+            ]
+        return self._values, device_lrs
 
     def _all_params(self) -> Iterator[tuple[int, int, Tensor]]:
         """Group, place in it, parameter: in the order in which state_dict counts them."""
@@ -469,7 +475,7 @@ class NGNOptimizer(Optimizer):
         participants = [
             Participant(param, group, label, self._ranks.copies(param, label), number)
             for number, (group, place, param) in enumerate(self._all_params())
-            if param.grad is not None or self.state.get(param)
+            if param.grad is not None or "step" in self.state.get(param, ())
             for label in [self._label(group, place)]
         ]
         select = partial(select_backend, self.backend)
@@ -536,34 +542,44 @@ class NGNOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch's; groups would take it over
         if "_backend" in state:  # unpickled or copied, not merely loaded
             self._forget()
         self._plan = None
         self._momentum = any("momentum_buffer" in held for held in self.state.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in plain tensors, which any backend and any ``state=`` loads."""
-        if not self._storage.narrow and self._storage.rounding != "exact":
-            return super().state_dict()
-        held = self.state
-        self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})
+        """The state in plain tensors, which any backend and any ``state=`` loads.
+
+        Each group has what was counted and chosen for all of them as its ``"ngn"``, since loaders
+        that flatten a state_dict keep what groups have, and nothing else.
+        """
+        held, groups = self.state, self.param_groups
+        options = {"loss_floor": self.loss_floor, "max_grad_norm": self.max_grad_norm}
+        for group in groups:
+            group[SAVED] = {"skipped_steps": int(self.skipped_steps), **options}
+        if self._storage.narrow or self._storage.rounding == "exact":
+            self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})
         try:
             return super().state_dict()
         finally:
             self.state = held
+            for group in groups:
+                group[SAVED] = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, on any backend and device.
 
         Unlike torch's, it recasts state only if ``state=`` says so, and copies every tensor.
-        Everything is checked before anything changes.
+        Everything is checked before anything changes. ``skipped_steps`` is restored; this
+        optimizer keeps its own ``loss_floor`` and ``max_grad_norm``, and warns of other saved ones.
         """
         state_dict = dict(state_dict)
         for pre_hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
 
-        groups = deepcopy(state_dict["param_groups"])
+        groups = deepcopy(list(state_dict["param_groups"]))
         check_loadable(groups, self.param_groups, self.defaults)
         saved_names = [saved for group in groups for saved in group["params"]]
         owners = {
@@ -581,13 +597,25 @@ class NGNOptimizer(Optimizer):
                 param, values, self.defaults["algorithm"], label, self._storage, number
             )
 
+        options = saved_options(groups)
+        for name in ("loss_floor", "max_grad_norm"):
+            mine = getattr(self, name)
+            if options.get(name, mine) != mine:
+                warn(
+                    f"the loaded run had {name}={options[name]}, and this {type(self).__name__} goes on "
+                    f"with {name}={mine}: write optimizer.{name} = {options[name]} to keep the former",
+                    UserWarning,
+                )
         for theirs, ours in zip(groups, self.param_groups, strict=True):
             theirs["params"] = ours["params"]
             if "param_names" in ours:
                 theirs.setdefault("param_names", ours["param_names"])
             for name, value in self.defaults.items():  # a value that an older file lacks
                 theirs.setdefault(name, value)
+            theirs[SAVED] = None
         self.__setstate__({"state": state, "param_groups": groups})
+        if "skipped_steps" in options:
+            self._skipped_before += options["skipped_steps"] - int(self.skipped_steps)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
 

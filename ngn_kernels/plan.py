@@ -6,7 +6,7 @@ A plan is built once and kept while nothing but gradients moves; its signature d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,10 +190,19 @@ class Bucket:
             self.table[column] = values
 
     def signature_rows(self, rule: Rule) -> list[SignatureRow]:
-        # A complex gradient has another type: it may be lazily conjugated, and is looked at closely.
-        sample = torch.empty(0, dtype=self.key.grad, device="cpu")
+        kinds = {
+            is_complex: self.key.grad.to_complex() if is_complex else self.key.grad
+            for is_complex in {row.param.is_complex() for row in self.rows}
+        }
+        samples = {kind: torch.empty(0, dtype=dtype, device="cpu") for kind, dtype in kinds.items()}
         return [
-            SignatureRow(r.param, r.dense, r.state, ("step", *keys_of(rule, r.state)), sample)
+            SignatureRow(
+                r.param,
+                r.dense,
+                r.state,
+                ("step", *keys_of(rule, r.state)),
+                samples[r.param.is_complex()],
+            )
             for r in self.rows
         ]
 
@@ -253,7 +262,12 @@ class Plan:
         self.devices = devices
         # A group that was destroyed is not kept.
         self._process_group = None if process_group is None else weakref.ref(process_group)
-        self._copies = [row for b in buckets for row in b.rows if row.copy is not None]
+        self._gapped = [
+            (row, bucket.table[Column.G, i : i + 1])
+            for bucket in buckets
+            for i, row in enumerate(bucket.rows)
+            if row.copy is not None
+        ]
         self._sharded = any(is_sharded(row.param) for b in buckets for row in b.rows)
         self.sums = [
             torch.zeros(max(1, len(buckets)), len(Sum), dtype=float_type(d.device), device=d.device)
@@ -322,9 +336,8 @@ class Plan:
             if bucket.backend.takes_tensors:
                 for row in bucket.rows:
                     row.hold_gradient()
-        for row in self._copies:
-            assert row.copy is not None
-            row.copy.copy_(row.local)
+        for row in self._copied():
+            row.dense.copy_(row.local)
 
     def finish(self) -> None:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
@@ -334,10 +347,13 @@ class Plan:
                     row.held = None
             else:
                 increment_version(bucket.active)
-        for row in self._copies:
-            assert row.copy is not None
-            row.local.copy_(row.copy)
+        for row in self._copied():
+            row.local.copy_(row.dense)
         self.signature.release()
+
+    def _copied(self) -> Iterator[Row]:
+        """The rows with gaps in memory that take part in this step."""
+        return (row for row, address in self._gapped if address[0] != 0)
 
     def reduce(self, rule: Rule) -> None:
         """Sum over the rows of every bucket, and bring the sums to where they are read."""

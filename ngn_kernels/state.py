@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from copy import deepcopy
 from numbers import Real
 from typing import Any
 
@@ -38,6 +40,7 @@ from .shards import (
 )
 
 STATE_KEYS = ("momentum_buffer", "exp_avg_sq")
+SAVED = "ngn"  # in a saved group: what belongs to the whole optimizer
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -135,7 +138,8 @@ def check_state(
 ) -> None:
     """Raise unless what lies in a parameter's state can be used, after a move or a new layout."""
     step = state.get("step", 0.0)
-    if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, Real)):
+    is_tensor = isinstance(step, Tensor)
+    if not (step.numel() == 1 and not step.is_complex() if is_tensor else isinstance(step, Real)):
         raise ValueError(f"the step of {owner} is not one number: {mend}")
     for key in columns_of(rule):
         if key not in state:
@@ -309,6 +313,16 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     return numbers
 
 
+def saved_options(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What belongs to the whole optimizer; every group has it, and files of other ways have none."""
+    found = [group[SAVED] for group in groups if isinstance(group.get(SAVED), dict)]
+    options = dict(found[0]) if found else {}
+    count = options.get("skipped_steps", 0)
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"the loaded skipped_steps is {count!r}: it must be a count of steps")
+    return options
+
+
 def check_loadable(
     loaded: list[dict[str, Any]], current: list[dict[str, Any]], defaults: dict[str, Any]
 ) -> None:
@@ -344,13 +358,18 @@ def load_state(
 ) -> dict[str, Any]:
     """One parameter's loaded state, copied to its device and memory order.
 
-    It is recast only to and from the narrow formats of `state=`.
+    It is recast only to and from the narrow formats of `state=`. Keys that are not the optimizer's
+    are the user's own: they are copied as they are.
     """
     rule = RULES[algorithm]
     # torch's loader of flattened state gives {} for what lies beside the numbers and was not saved.
     beside = {REMAINDER, *map(scale_key, STATE_KEYS)}
+    reserved = {"step", *STATE_KEYS, *beside}
+    own = {k: copied(v) for k, v in values.items() if k not in reserved}
     values = {
-        k: v for k, v in values.items() if not (k in beside and isinstance(v, dict) and not v)
+        k: v
+        for k, v in values.items()
+        if k in reserved and not (k in beside and isinstance(v, dict) and not v)
     }
     required = {"step"} | ({"exp_avg_sq"} if rule.rms else set())
     known = required | ({"momentum_buffer"} if rule.momentum else set())
@@ -366,8 +385,9 @@ def load_state(
             'with the rounding that it was saved with, or add "remainder": '
             "torch.zeros_like(param, dtype=torch.int16) to go on from the rounded parameter"
         )
-    mend = "load it into the model that it was saved with"
-    check_state(values, param, rule, f"{label}, as loaded,", mend)
+    owner, mend = f"{label}, as loaded,", "load it into the model that it was saved with"
+    check_state(values, param, rule, owner, mend)
+    _check_numbers(values, owner)
     check_storage(param, storage_of(rule, storage), label)
     state: dict[str, Any] = {}
     if "step" in values:
@@ -380,15 +400,36 @@ def load_state(
             put(state, key, values[key], param, form, number)
     if exact and values:
         state[REMAINDER] = copied_like(param, values[REMAINDER], torch.int16)
-    return state
+    return state | own
+
+
+def copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _check_numbers(values: dict[str, Any], owner: str) -> None:
+    """Raise unless a run can have left these numbers behind: finite ones, and v not negative."""
+    mend = (
+        "no step stores that, so the file is damaged: load an earlier one, or leave this state out"
+    )
+    if "step" in values:
+        count = float(values["step"])
+        if not (math.isfinite(count) and count >= 0 and count.is_integer()):
+            raise ValueError(f"the step of {owner} is {count}, not a count of steps: {mend}")
+    for key in set(STATE_KEYS) & set(values):
+        numbers = local(values[key])
+        if numbers.is_complex():
+            numbers = torch.view_as_real(numbers.resolve_conj())
+        if not numbers.isfinite().all():
+            raise ValueError(f"the {key} of {owner} has numbers that are not finite: {mend}")
+        if key == "exp_avg_sq" and (numbers < 0).any():
+            raise ValueError(f"the {key} of {owner} has negative numbers: {mend}")
 
 
 def _check_storable(values: Tensor, key: str, form: Format, label: str) -> None:
-    """In a narrow format one bad number would spoil its neighbours."""
-    values = local(values)
-    sound = (values.abs() <= form.limit).all() and not (key == "exp_avg_sq" and (values < 0).any())
-    if not sound:
+    """In a narrow format one number that is too large would spoil its neighbours."""
+    if not (local(values).abs() <= form.limit).all():
         raise ValueError(
-            f"the {key} of {label}, as loaded, has numbers that are negative, not finite or too "
-            'large for a narrow state: load it with state="float32"'
+            f"the {key} of {label}, as loaded, has numbers that are too large for a narrow state: "
+            'load it with state="float32"'
         )
