@@ -326,6 +326,7 @@ class NGNOptimizer(Optimizer):
                     plan, value is not None, reduction is not None
                 ):
                     return given
+            plan.draft()
             # The home device comes last: it counts the step for all.
             for bucket in reversed(plan.buckets):
                 if bucket is plan.last_at_home:

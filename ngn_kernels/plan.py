@@ -167,6 +167,7 @@ class Bucket:
         self.tables: DeviceTables
         self.sums: Tensor  # of all buckets, on this bucket's device
         self.prepared: Any = None
+        self.drafted: Any = None  # what a backend that drafts will write
         self._params = [row.param for row in rows]
         self.active: list[Tensor] = []  # the parameters that have a gradient in this step
         self.table = np.zeros((len(Column), len(rows)), dtype=np.int64)
@@ -304,6 +305,12 @@ class Plan:
         for row in self._copied():
             row.dense.copy_(row.local)
         return True
+
+    def draft(self) -> None:
+        """Let backends that allocate memory in a step do so, before any of them writes anything."""
+        for bucket in self.buckets:
+            if bucket.backend.takes_tensors:
+                bucket.backend.draft(bucket, self.rule)
 
     def finish(self) -> None:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
