@@ -322,6 +322,7 @@ class NGNOptimizer(Optimizer):
                 if exchange is None:
                     raise
                 exchange.fail(error)
+            plan.draft()
             if not plan.apply():
                 report_step(plan.rule, plan.totals[0], plan.home.inputs, plan.home.report)
             plan.finish()

@@ -169,6 +169,7 @@ class Bucket:
         self.sums: Tensor  # of this process, by bucket, on this bucket's device
         self.totals: Tensor  # of all ranks; in a process alone the same memory
         self.prepared: Any = None
+        self.drafted: Any = None  # what a backend that drafts will write
         self._params = [row.param for row in rows]
         self.active: list[Tensor] = []  # the parameters that have a gradient in this step
         self.table = np.zeros((len(Column), len(rows)), dtype=np.int64)
@@ -338,6 +339,12 @@ class Plan:
                     row.hold_gradient()
         for row in self._copied():
             row.dense.copy_(row.local)
+
+    def draft(self) -> None:
+        """Let backends that allocate memory in a step do so, before any of them writes anything."""
+        for bucket in self.buckets:
+            if bucket.backend.takes_tensors:
+                bucket.backend.draft(bucket, self.rule)
 
     def finish(self) -> None:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
