@@ -27,13 +27,14 @@ from .checks import (
 )
 from .formats import Storage
 from .hooks import entrance
+from .layout import Count, Reason, Size
 from .loss import PendingLoss, has_gradients
 from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, misplaced
 from .ranks import Agreement, Exchange, Ranks
-from .rules import RULES, Reason, Rule
+from .rules import RULES, Rule
 from .shards import is_sharded, local
 from .state import SAVED, check_loadable, load_state, plain_state, saved_options
-from .tables import Count, DeviceTables, GroupValues, Size
+from .tables import DeviceTables, GroupValues
 
 PER_OPTIMIZER = (
     *("loss_floor", "max_grad_norm", "backend", "preconditioner", "state", "rounding"),

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from .checks import check_gradient, check_overlap, check_param, has_memory, is_dense
 from .formats import REMAINDER, Storage, narrow_format, noise_key, rounding_of, scale_key
+from .layout import Column, Count, Sum
 from .rules import Rule
 from .shards import first_element, is_sharded, local, placed_like, same_placement
 from .signature import (
@@ -38,7 +39,7 @@ from .state import (
     storage_of,
     stored_dtype,
 )
-from .tables import Column, Count, DeviceTables, Sum, array_of, float_type
+from .tables import DeviceTables, array_of, float_type
 from .transfer import Numbers
 
 
@@ -182,11 +183,11 @@ class Bucket:
             Column.V_SCALE: [_address(row.v_scale) for row in rows],
             Column.REMAINDER: [_address(row.remainder) for row in rows],
             Column.NOISE_KEY: [row.noise_key for row in rows],
-            Column.FIRST: [row.first for row in rows],
+            Column.OFFSET: [row.first for row in rows],
             Column.STEP: [row.step.data_ptr() for row in rows],
             Column.NUMEL: [row.x.numel() for row in rows],
             Column.GROUP: [row.group for row in rows],
-            Column.COPIES: [row.copies for row in rows],
+            Column.REPLICAS: [row.copies for row in rows],
         }.items():
             self.table[column] = values
 
@@ -309,9 +310,9 @@ class Plan:
         if self._sharded:
             # Otherwise torch looks for an override of each gradient's attribute.
             with torch._C.DisableTorchFunctionSubclass():
-                seen = self.signature.look(groups, state)
+                seen = self.signature.check(groups, state)
         else:
-            seen = self.signature.look(groups, state)
+            seen = self.signature.check(groups, state)
         self._seen = seen
         if seen == UNUSUAL:
             return all([bucket.takes_gradients() for bucket in self.buckets])

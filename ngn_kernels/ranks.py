@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .layout import Input
 from .plan import Plan, copy_to
 from .shards import copies, is_sharded
-from .tables import Input, array_of, float_type
+from .tables import array_of, float_type
 from .transfer import is_capturing
 
 

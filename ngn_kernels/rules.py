@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import Enum
 from functools import cache
 
 
@@ -26,17 +26,6 @@ class Decay(Enum):
 
     DECOUPLED = "decoupled"
     REGULARISED = "regularised"
-
-
-class Reason(IntEnum):
-    """Why a step left everything, or some elements, as they were; the largest is reported."""
-
-    NONE = 0
-    AMP_OVERFLOW = 1
-    LOSS_NOT_FINITE = 2
-    LOSS_BELOW_FLOOR = 3
-    GRADIENT_NOT_FINITE = 4
-    ELEMENTS_KEPT = 5
 
 
 @dataclass(frozen=True, eq=False)

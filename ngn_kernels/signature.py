@@ -1,6 +1,6 @@
-"""What a plan was made of, and whether it still is: the one place that decides it.
+"""Detects when a cached plan must be rebuilt.
 
-In C++ (csrc/signature.h) where torch offers DLPack's exchange API, and here for every other torch.
+In C++ (csrc/cpu/signature.h) where torch offers DLPack's exchange API, and here for every other torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .layout import EMPTY_ADDRESS, UNUSUAL_ADDRESS, Guard
 from .shards import local, same_placement
 from .state import same_order
 
@@ -20,14 +21,7 @@ try:
 except ImportError:
     NativeSignature = None  # type: ignore[assignment, misc]
 
-# What a look at all tensors tells; csrc/signature.h has the same numbers.
-SAME = 0  # all is where it was
-MOVED = 1  # gradients came, went, or lie elsewhere
-UNUSUAL = 2  # a gradient needs a closer look: of another type, device or memory order, sparse, lazy
-STALE = 3  # something else than a gradient was replaced, or lies elsewhere than at first
-
-EMPTY_ADDRESS = 1  # of a gradient without elements, which torch gives as 0
-UNUSUAL_ADDRESS = -1  # of a gradient that needs a closer look
+SAME, MOVED, UNUSUAL, STALE = Guard
 
 
 class SignatureRow(NamedTuple):
@@ -41,7 +35,7 @@ class SignatureRow(NamedTuple):
 
 
 class Signature(Protocol):
-    def look(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
+    def check(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
         """Compare all with what was there at the start.
 
         Unless STALE, the gradients' addresses are in the columns: 0 for none, UNUSUAL_ADDRESS
@@ -116,7 +110,7 @@ class PythonSignature:
             and [self._place(row) for row in self._rows] == self._places
         )
 
-    def look(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
+    def check(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
         if self._is_stale(groups, state):
             return STALE
         self._held = [row.param.grad for row in self._rows]

@@ -15,7 +15,7 @@ from .checks import check_group, has_memory, is_dense
 from .formats import (
     FLOAT32,
     FORMATS,
-    QUANTUM,
+    QUANT_BLOCK,
     REMAINDER,
     SMALL,
     Format,
@@ -193,8 +193,8 @@ def _check_remainder(remainder: Any, param: Tensor, owner: str, mend: str) -> No
 
 
 def scale_count(part: Tensor) -> int:
-    """One for each quantum, counted from the first element that lies here."""
-    return -(-part.numel() // QUANTUM)
+    """One for each quantisation block, counted from the first element that lies here."""
+    return -(-part.numel() // QUANT_BLOCK)
 
 
 def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, mend: str) -> None:
@@ -209,7 +209,7 @@ def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, mend: str) 
     )
     if not fits:
         raise ValueError(
-            f"{owner} has no {count} scales beside it, one {form.scale} for each {QUANTUM} of its "
+            f"{owner} has no {count} scales beside it, one {form.scale} for each {QUANT_BLOCK} of its "
             f"elements: {mend}"
         )
     if not is_dense(code):

@@ -1,86 +1,19 @@
-"""The small tables that kernels read and write, every column by name.
-
-csrc/tables.h has the same columns as structs, and triton_kernels.py takes them from here: one test
-holds the three together.
-"""
+"""The tables of a step: its inputs and its report, on each device. layout.py has their columns."""
 
 from __future__ import annotations
 
 import math
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .rules import Reason
+from .layout import Count, GroupColumn, Input, Reason, Size
 from .transfer import is_capturing, numbers_of
 
 
-class Column(IntEnum):
-    """Of a bucket's table, one row per parameter: where its tensors lie, its size, its group,
-    on how many ranks the same elements lie, and what its noise begins with."""
-
-    X = 0
-    G = 1
-    M = 2
-    V = 3
-    STEP = 4
-    NUMEL = 5
-    GROUP = 6
-    COPIES = 7
-    M_SCALE = 8
-    V_SCALE = 9
-    REMAINDER = 10
-    NOISE_KEY = 11
-    FIRST = 12  # the place of its first element in the whole parameter
-
-
-class GroupColumn(IntEnum):
-    """Of the table of groups."""
-
-    LR = 0
-    BETA1 = 1
-    BETA2 = 2
-    EPS = 3
-    WEIGHT_DECAY = 4
-
-
-class Input(IntEnum):
-    """The scalars that a step is told."""
-
-    LOSS = 0
-    LOSS_FLOOR = 1
-    GRAD_SCALE = 2
-    FOUND_INF = 3
-    MAX_GRAD_NORM = 4
-
-
-class Sum(IntEnum):
-    """What a bucket reduces to."""
-
-    WEIGHTED = 0
-    ALIGNMENT = 1
-    NORM = 2
-
-
-class Count(IntEnum):
-    """The integers of a report."""
-
-    REASON = 0
-    SKIPPED = 1
-    LAST_REASON = 2
-
-
-class Size(IntEnum):
-    """The numbers of a report; gamma of each group follows from STEP_SIZES on."""
-
-    SHRINK = 0
-    STEP_SIZES = 1
-
-
 class GroupValues(NamedTuple):
-    """One row of the table of groups."""
+    """One row of the table of groups, in the order of GroupColumn."""
 
     lr: float
     beta1: float

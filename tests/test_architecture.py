@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from algorithms import ALGORITHMS
 import ngn_kernels
 from ngn_kernels import tables
 from ngn_kernels.backends import availability
+from ngn_kernels.layout import Column, GroupColumn
 from ngn_kernels.rules import RULES
 
 PACKAGE = Path(ngn_kernels.__file__).parent
@@ -22,6 +24,7 @@ PACKAGE = Path(ngn_kernels.__file__).parent
 ROOMS = (
     *(
         "version",
+        "layout",
         "rules",
         "shards",
         "checks",
@@ -83,7 +86,7 @@ def test_the_map_of_rooms_is_true() -> None:
     first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     listed = {name for cell in first_cells for name in re.findall("`([^`]+)`", cell)}
     assert [name for name in listed if not (root / name).exists()] == []
-    files = [*PACKAGE.glob("[a-z]*"), *(root / "csrc").iterdir()]
+    files = [*PACKAGE.glob("[a-z]*"), *(root / "csrc").rglob("*")]
     rooms = {
         str(path.relative_to(root)) + "/" * path.is_dir()
         for path in files
@@ -98,23 +101,20 @@ def test_the_benchmarks_are_never_imported(path: Path) -> None:
 
 
 @pytest.mark.skipif(availability()["cpu"] is not None, reason="the C++ extension is not built")
-@pytest.mark.parametrize("name", ["Column", "GroupColumn", "Input", "Sum", "Count"])
-def test_tables_have_the_same_columns_in_every_language(name: str) -> None:
+def test_the_extension_was_built_from_this_layout() -> None:
     from ngn_kernels import _cpu
 
-    python = {column.name.lower(): column.value for column in getattr(tables, name)}
-    assert python == _cpu.layout()[name]
-    assert sorted(python.values()) == list(range(len(python)))
-    pytest.importorskip("triton")
-    from ngn_kernels.backends import triton_kernels
+    header = runpy.run_path(str(PACKAGE.parent / "csrc" / "generate_layout.py"))["header"]()
+    assert f"LAYOUT_CHECKSUM = {_cpu.LAYOUT_CHECKSUM}u;" in header
 
-    for column in python:
-        assert getattr(triton_kernels, column.upper()).value == python[column]
+
+def test_values_of_a_group_are_in_the_order_of_their_table() -> None:
+    assert list(tables.GroupValues._fields) == [column.name.lower() for column in GroupColumn]
 
 
 def test_tables_are_read_by_name() -> None:
     """No kernel finds a column by a number."""
-    source = (PACKAGE / "backends" / "triton_kernels.py").read_text(encoding="utf-8")
+    source = (PACKAGE / "backends" / "triton" / "kernels.py").read_text(encoding="utf-8")
     loads = re.findall(r"tl\.(?:load|store|atomic_\w+)\(([^,()]*)", source)
     assert len(loads) > 20
     tables_read = re.compile(r"\b(groups|group|inputs|sums|total|counts|sizes)\b")
@@ -122,21 +122,24 @@ def test_tables_are_read_by_name() -> None:
     assert not bare, bare
 
 
-def test_rules_need_no_torch() -> None:
-    """The grid is plain Python: it loads in an interpreter where torch cannot be imported."""
-    assert not {name for name in imports(PACKAGE / "rules.py") if name.startswith("torch")}
+@pytest.mark.parametrize(("name", "found"), [("rules", "RULES"), ("layout", "Column")])
+def test_plain_modules_need_no_torch(name: str, found: str) -> None:
+    """They load by themselves in an interpreter where torch cannot be imported."""
+    assert not {module for module in imports(PACKAGE / f"{name}.py") if module.startswith("torch")}
     code = (
         "import importlib.util, sys\n"
         "sys.modules['torch'] = None\n"
-        f"spec = importlib.util.spec_from_file_location('rules', {str(PACKAGE / 'rules.py')!r})\n"
+        f"spec = importlib.util.spec_from_file_location({name!r}, {str(PACKAGE / name)!r} + '.py')\n"
         "module = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['rules'] = module\n"
+        f"sys.modules[{name!r}] = module\n"
         "spec.loader.exec_module(module)\n"
-        "print(sorted(module.RULES))\n"
+        f"print(*map(str, module.{found}))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(sorted(RULES))
+    assert done.stdout.split() == [
+        str(member) for member in {"rules": RULES, "layout": Column}[name]
+    ]
 
 
 def test_import_is_light() -> None:

@@ -102,9 +102,9 @@ def test_a_gradient_on_another_device_is_looked_at_closely(monkeypatch: pytest.M
     optimizer.step(loss=1.0)
     native = optimizer._plan.signature
     assert isinstance(native, signature.NativeSignature)
-    assert native.look(optimizer.param_groups, optimizer.state) == signature.SAME
+    assert native.check(optimizer.param_groups, optimizer.state) == signature.SAME
     elsewhere.add(id(params_of(optimizer)[1].grad))
-    assert native.look(optimizer.param_groups, optimizer.state) == signature.UNUSUAL
+    assert native.check(optimizer.param_groups, optimizer.state) == signature.UNUSUAL
 
 
 def test_a_gradient_on_another_device_is_looked_at_in_python() -> None:

@@ -21,7 +21,8 @@ from torch.nn import Parameter
 
 import ngn_kernels.backends as backends
 from ngn_kernels import formats
-from ngn_kernels.tables import Column, Input, Inputs
+from ngn_kernels.layout import Column, Input
+from ngn_kernels.tables import Inputs
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("these tests compile, the interpreter does not", allow_module_level=True)
@@ -73,7 +74,7 @@ def run(pairs: Iterator[Pair]) -> Pair:
     return last
 
 
-COLUMNS = ("x", "g", "m", "v", "m_scale", "v_scale", "rest")
+COLUMNS = ("x", "g", "m", "v", "m_scale", "v_scale", "remainder")
 
 
 def element_bytes(launches: list[Any]) -> int:

@@ -8,22 +8,24 @@ import shutil
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ..layout import DType, Rounding
 from ..plan import Bucket, BucketKey
 from ..rules import Rule
 from . import Unavailable, is_real_float
+
+_missing: ImportError | None = None
+try:
+    from .. import _cpu
+except ImportError as error:
+    _missing = error
 
 
 class CpuBackend:
     name = "cpu"
     takes_tensors = False
-
-    def __init__(self, extension: Any) -> None:
-        self.extension = extension
-        self._rule = cache(self._convert)
 
     def unfit(self, key: BucketKey) -> str | None:
         if key.device.type != "cpu":
@@ -35,9 +37,9 @@ class CpuBackend:
 
     def prepare(self, bucket: Bucket) -> None:
         key, inputs, report = bucket.key, bucket.tables.inputs, bucket.tables.report
-        bucket.prepared = self.extension.Bucket(
+        bucket.prepared = _cpu.Bucket(
             table=bucket.table,
-            chunks=bucket.chunks(self.extension.CHUNK),
+            chunks=bucket.chunks(_cpu.CHUNK),
             groups=inputs.groups.numpy(),
             inputs=inputs.scalars.numpy(),
             sums=bucket.sums.numpy(),
@@ -45,38 +47,39 @@ class CpuBackend:
             index=bucket.index,
             counts=report.counts.numpy(),
             sizes=report.sizes.numpy(),
-            x_type=self._dtype(key.param),
-            g_type=self._dtype(key.grad),
-            m_type=self._dtype(key.m),
-            v_type=self._dtype(key.v),
-            rounding=getattr(self.extension.Rounding, key.rounding),
+            x_type=_type_of(key.param),
+            g_type=_type_of(key.grad),
+            m_type=_type_of(key.m),
+            v_type=_type_of(key.v),
+            rounding=Rounding[key.rounding.upper()],
         )
 
     def reduce(self, bucket: Bucket, rule: Rule) -> None:
-        bucket.prepared.reduce(self._rule(rule), torch.get_num_threads())
+        bucket.prepared.reduce(_rule_of(rule), torch.get_num_threads())
 
     def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        bucket.prepared.apply(self._rule(rule), torch.get_num_threads(), last)
+        bucket.prepared.apply(_rule_of(rule), torch.get_num_threads(), last)
 
-    def _dtype(self, dtype: torch.dtype) -> Any:
-        return getattr(self.extension.DType, str(dtype).removeprefix("torch."))
 
-    def _convert(self, rule: Rule) -> Any:
-        return self.extension.Rule(
-            momentum=rule.momentum,
-            coordinate=rule.coordinate,
-            rms=rule.rms,
-            regularised=rule.regularised,
-        )
+def _type_of(dtype: torch.dtype) -> DType:
+    return DType[str(dtype).removeprefix("torch.").upper()]
+
+
+@cache
+def _rule_of(rule: Rule) -> _cpu.Rule:
+    return _cpu.Rule(
+        momentum=rule.momentum,
+        coordinate=rule.coordinate,
+        rms=rule.rms,
+        regularised=rule.regularised,
+    )
 
 
 def load() -> CpuBackend:
-    try:
-        from .. import _cpu as extension
-    except ImportError as error:
-        raise Unavailable(_why_missing(error)) from error
-    extension.use_team_launcher(_team_launcher())
-    return CpuBackend(extension)
+    if _missing is not None:
+        raise Unavailable(_why_missing(_missing)) from _missing
+    _cpu.use_team_launcher(_team_launcher())
+    return CpuBackend()
 
 
 def _why_missing(error: ImportError) -> str:

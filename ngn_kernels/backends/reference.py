@@ -25,9 +25,10 @@ from ..formats import (
     stochastic_bfloat16,
     stochastic_float16,
 )
+from ..layout import Count, GroupColumn, Input, Reason, Sum
 from ..plan import Bucket, BucketKey, Row
-from ..rules import Reason, Rule
-from ..tables import Count, GroupColumn, Input, Inputs, Report, Sum
+from ..rules import Rule
+from ..tables import Inputs, Report
 from . import is_real_float
 
 

@@ -21,7 +21,7 @@ class Mutant(NamedTuple):
     @property
     def native(self) -> bool:
         """Whether the extension must be built for it."""
-        return self.file.startswith("csrc/")
+        return self.file.startswith("csrc/") or self.file == "ngn_kernels/layout.py"
 
 
 def of(file: str, *rows: tuple[str, ...]) -> tuple[Mutant, ...]:
@@ -241,7 +241,7 @@ SIGNATURE = of(
 )
 
 NATIVE_SIGNATURE = of(
-    "csrc/signature.h",
+    "csrc/cpu/signature.h",
     (
         "signature-native-gradient-device",
         "!(t.device == place.device) || ",
@@ -286,7 +286,7 @@ NATIVE_SIGNATURE = of(
     ),
     (
         "signature-native-keeps-gradients",
-        "for (py::object& gradient : held_) gradient = py::object();",
+        "for (py::object& gradient : gradients_) gradient = py::object();",
         "",
         f"{ROUGH} -k 'gradients_are_let_go and native'",
         "no gradient outlives its step here",
@@ -627,28 +627,28 @@ FORMATS = of(
     "ngn_kernels/formats.py",
     (
         "formats-limit-of-bfloat16-m",
-        'float.fromhex("0x1.fefffep127"),',
+        "largest_below(BFLOAT16_LIMIT),",
         "LARGEST,",
         "tests/test_narrow.py -k cannot_hold",
         "what bfloat16 cannot hold is kept",
     ),
     (
         "formats-limit-of-bfloat16-v",
-        "            LARGEST_BFLOAT16,\n",
+        "            largest_below(STOCHASTIC_BFLOAT16_LIMIT),\n",
         "            LARGEST,\n",
         "tests/test_narrow.py -k cannot_hold",
         "what bfloat16 cannot hold is kept",
     ),
     (
         "formats-limit-of-8-bit-m",
-        "127 * 2.0**121",
+        "largest_below(INT8_LIMIT)",
         "LARGEST",
         "tests/test_narrow.py -k cannot_hold",
         "what a byte and its scale cannot hold is kept",
     ),
     (
         "formats-noise-of-the-window",
-        " + count % WINDOW * STEP & WORD",
+        " + count % WINDOW * STEP_STRIDE & WORD",
         " & WORD",
         "tests/test_narrow.py -k 'same_bits or noise_differs'",
         "noise is another one in every step",
@@ -662,7 +662,7 @@ FORMATS = of(
     ),
     (
         "formats-parameters-share-noise",
-        "return random * 0x9E3779B1 & WORD",
+        "return random * GOLDEN & WORD",
         "return random",
         "tests/test_rounding.py -k backends_round",
         "parameters and v have noise of their own",
@@ -803,18 +803,18 @@ REFERENCE = of(
 )
 
 RULE_H = of(
-    "csrc/rule.h",
+    "csrc/math/rule.h",
     (
         "rule-float32-momentum-under-float64",
-        "if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) room |= headroom(element.m, k.m_limit);",
-        "if constexpr (MOMENTUM && NARROW) room |= headroom(element.m, k.m_limit);",
+        "if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) least |= headroom(element.m, k.m_limit);",
+        "if constexpr (MOMENTUM && NARROW) least |= headroom(element.m, k.m_limit);",
         "tests/test_atomic.py -k 'float32_state and cpu'",
         "what float32 state cannot hold under float64 parameters is kept",
     ),
     (
         "rule-float32-second-moment-under-float64",
-        "if constexpr (RMS && (NARROW || !estimates_root<T>)) room |= headroom(element.v, k.v_limit);",
-        "if constexpr (RMS && NARROW) room |= headroom(element.v, k.v_limit);",
+        "if constexpr (RMS && (NARROW || !estimates_root<T>)) least |= headroom(element.v, k.v_limit);",
+        "if constexpr (RMS && NARROW) least |= headroom(element.v, k.v_limit);",
         "tests/test_atomic.py -k 'float32_state and cpu'",
         "what float32 state cannot hold under float64 parameters is kept",
     ),
@@ -877,7 +877,7 @@ RULE_H = of(
     ),
     (
         "rule-keep-forgets-v",
-        "  element.v = room < 0 ? old.v : element.v;\n",
+        "  element.v = headroom < 0 ? old.v : element.v;\n",
         "",
         "tests/test_atomic.py -k 'non_finite_gradient_in_coordinate_rules and cpu and v2'",
         "an element that is kept keeps its second moment",
@@ -892,148 +892,159 @@ RULE_H = of(
 )
 
 CONVERT_H = of(
-    "csrc/convert.h",
+    "csrc/math/convert.h",
     (
         "convert-limit-of-bfloat16",
-        "case DType::bfloat16: return static_cast<T>(0x1.ffp127);",
+        "case DType::bfloat16: return static_cast<T>(BFLOAT16_LIMIT);",
         "case DType::bfloat16: return infinity;",
         "tests/test_atomic.py -k 'storage_overflow and cpu'",
         "what bfloat16 parameters cannot hold is kept",
     ),
     (
         "convert-limit-of-float32-under-float64",
-        "return sizeof(T) > 4 ? static_cast<T>(0x1.ffffffp127) : infinity;",
+        "return sizeof(T) > 4 ? static_cast<T>(FLOAT32_LIMIT) : infinity;",
         "return infinity;",
         "tests/test_atomic.py -k 'float32_state and cpu'",
         "what float32 state cannot hold under float64 parameters is kept",
     ),
     (
         "convert-limit-of-rounding-at-random",
-        "if (type == DType::bfloat16) return static_cast<T>(0x1.fe0002p127);",
+        "case DType::bfloat16: return static_cast<T>(STOCHASTIC_BFLOAT16_LIMIT);",
         "",
         "tests/test_rounding.py tests/test_narrow.py -k 'no_parameter_overflows or cannot_hold'",
         "rounding at random never reaches infinity",
     ),
 )
 
-CPU = of(
-    "csrc/cpu.cpp",
-    (
-        "cpu-step-of-absent-parameters",
-        "      if (row.g) *row.step += 1;\n",
-        "      *row.step += 1;\n",
-        "tests/test_conformance.py -k 'without_gradient_stands_still and cpu and NGNM'",
-        "a parameter without gradient stands still, its count too",
-    ),
-    (
-        "cpu-last-reason-of-the-first-bucket",
-        "if (code > counts.reason) counts.reason = code;",
-        "counts.reason = code;",
-        f"{BUCKETS} -k 'skips and cpu'",
-        "a reason of any bucket is told",
-    ),
-    (
-        "cpu-skips-counted-per-bucket",
-        "if (last && counts.reason != 0) {",
-        "if (counts.reason != 0) {",
-        f"{BUCKETS} -k 'skips and cpu'",
-        "a skipped step is counted once",
-    ),
-    (
-        "cpu-norm-overwritten",
-        "  if (!rule.rms) sums.norm = total.norm;\n",
-        "  sums.norm = total.norm;\n",
-        "tests/test_properties.py -k 'any_problem and cpu and NGNMDv1'",
-        "the norm of the first reduce serves the second",
-    ),
-    (
-        "cpu-coefficients-of-another-count",
-        "if (row.group != group_ || count != count_) {",
-        "if (row.group != group_) {",
-        "tests/test_cpu_engine.py -k counts_of_neighbours_differ",
-        "each parameter has a step count of its own",
-    ),
-    (
-        "cpu-copies-not-divided",
-        "const double sum = k.unit * sum_lanes(weighted) / copies;",
-        "const double sum = k.unit * sum_lanes(weighted);",
-        "tests/ranks/test_layouts.py -k 'ddp-2 and NGNM and not NGNMD'",
-        "elements that lie on several ranks are counted once",
-    ),
-    (
-        "cpu-noise-of-a-tail",
-        "Noise(row.noise_key, count, row.first + whole)",
-        "Noise(row.noise_key, count, row.first)",
-        "tests/test_rounding.py tests/test_narrow.py -k 'round_to_the_same_bits or every_format'",
-        "noise depends on the element's place, in the last quantum too",
-    ),
-    (
-        "cpu-quantum-that-keeps-all",
-        "any_negative(room);\n    keep(old, room, element);\n",
-        "any_negative(room);\n    element = old;\n",
-        "tests/test_narrow.py -k cannot_hold",
-        "only elements that a format cannot hold are kept",
-    ),
-    (
-        "cpu-quantum-without-care-of-v",
-        " | headroom(sum_of_v, k.v_limit)",
-        "",
-        "tests/test_narrow.py -k cannot_hold",
-        "second moments that narrow state cannot hold are kept",
-    ),
-    (
-        "cpu-quantum-without-care-of-m",
-        "      if constexpr (MOMENTUM) squares = multiply_add(element.m, element.m, squares);\n",
-        "",
-        "tests/test_narrow.py -k cannot_hold",
-        "momentum that narrow state cannot hold is kept",
-    ),
-    (
-        "cpu-quantum-limit",
-        "const double square = 0.99 * limit * limit;",
-        "const double square = limit * limit * limit;",
-        "tests/test_atomic.py -k 'storage_overflow and cpu'",
-        "what 16-bit parameters cannot hold is kept",
-    ),
-    (
-        "cpu-care-taken-for-elements-kept",
-        "    kept = kept || any_negative(room);\n",
-        "    kept = true;\n",
-        "tests/test_rounding.py -k no_parameter_overflows",
-        "large numbers that can be stored are nothing to warn of",
-    ),
-    (
-        "cpu-tail-of-remainders",
-        "    if (rounding_ == Rounding::exact) std::memcpy(remainder(i), copy.remainders,",
-        "    if (false) std::memcpy(remainder(i), copy.remainders,",
-        "tests/test_rounding.py",
-        "the last elements' remainders are stored",
-    ),
-    (
-        "cpu-sums-of-one-bucket",
-        "for (int64_t i = 0; i < bucket.bucket_count; ++i) {",
-        "for (int64_t i = bucket.index; i < bucket.index + 1; ++i) {",
-        "tests/test_conformance.py -k 'dtypes_side_by_side and cpu'",
-        "buckets share one denominator",
-    ),
-    (
-        "cpu-tail-with-the-old-second-moment",
-        "    if constexpr (RMS) v[i] = element.v;\n",
-        "",
-        "tests/test_conformance.py -k 'test_sizes and cpu and NGNMDv'",
-        "the tail of a row is updated as the vectors are",
-    ),
-    (
-        "cpu-telemetry-of-the-decayed-lr",
-        "bucket.sizes[1 + j] = effective_lr(rule, bucket.groups[j]) * shrink.rho;",
-        "bucket.sizes[1 + j] = bucket.groups[j].lr * shrink.rho;",
-        "tests/test_identities.py -k telemetry_is_the_oracles",
-        "step_sizes() are the oracle's",
-    ),
+CPU = (
+    of(
+        "csrc/cpu/engine.cpp",
+        (
+            "cpu-step-of-absent-parameters",
+            "      if (row.g) *row.step += 1;\n",
+            "      *row.step += 1;\n",
+            "tests/test_conformance.py -k 'without_gradient_stands_still and cpu and NGNM'",
+            "a parameter without gradient stands still, its count too",
+        ),
+        (
+            "cpu-last-reason-of-the-first-bucket",
+            "if (code > counts.reason) counts.reason = code;",
+            "counts.reason = code;",
+            f"{BUCKETS} -k 'skips and cpu'",
+            "a reason of any bucket is told",
+        ),
+        (
+            "cpu-skips-counted-per-bucket",
+            "if (last && counts.reason != 0) {",
+            "if (counts.reason != 0) {",
+            f"{BUCKETS} -k 'skips and cpu'",
+            "a skipped step is counted once",
+        ),
+        (
+            "cpu-norm-overwritten",
+            "  if (!rule.rms) sums.norm = total.norm;\n",
+            "  sums.norm = total.norm;\n",
+            "tests/test_properties.py -k 'any_problem and cpu and NGNMDv1'",
+            "the norm of the first reduce serves the second",
+        ),
+        (
+            "cpu-copies-not-divided",
+            "const double sum = k.unit * sum_lanes(weighted) / replicas;",
+            "const double sum = k.unit * sum_lanes(weighted);",
+            "tests/ranks/test_layouts.py -k 'ddp-2 and NGNM and not NGNMD'",
+            "elements that lie on several ranks are counted once",
+        ),
+        (
+            "cpu-sums-of-one-bucket",
+            "return sum_all(bucket.totals, bucket.bucket_count);",
+            "return sum_all(bucket.totals + bucket.index, 1);",
+            "tests/test_conformance.py -k 'dtypes_side_by_side and cpu'",
+            "buckets share one denominator",
+        ),
+        (
+            "cpu-telemetry-of-the-decayed-lr",
+            "bucket.sizes[STEP_SIZES + j] = effective_lr(rule, bucket.groups[j]) * shrink.rho;",
+            "bucket.sizes[STEP_SIZES + j] = bucket.groups[j].lr * shrink.rho;",
+            "tests/test_identities.py -k telemetry_is_the_oracles",
+            "step_sizes() are the oracle's",
+        ),
+    )
+    + of(
+        "csrc/cpu/chunks.h",
+        (
+            "cpu-coefficients-of-another-count",
+            "if (row.group != group_ || count != count_) {",
+            "if (row.group != group_) {",
+            "tests/test_cpu_engine.py -k counts_of_neighbours_differ",
+            "each parameter has a step count of its own",
+        ),
+    )
+    + of(
+        "csrc/cpu/float_loop.h",
+        (
+            "cpu-tail-with-the-old-second-moment",
+            "    if constexpr (RMS) v[i] = element.v;\n",
+            "",
+            "tests/test_conformance.py -k 'test_sizes and cpu and NGNMDv'",
+            "the tail of a row is updated as the vectors are",
+        ),
+    )
+    + of(
+        "csrc/cpu/quant_loop.h",
+        (
+            "cpu-noise-of-a-tail",
+            "Noise(row.noise_key, count, row.offset + whole)",
+            "Noise(row.noise_key, count, row.offset)",
+            "tests/test_rounding.py tests/test_narrow.py -k 'round_to_the_same_bits or every_format'",
+            "noise depends on the element's place, in the last block too",
+        ),
+        (
+            "cpu-block-that-keeps-all",
+            "any_negative(headroom);\n    keep(old, headroom, element);\n",
+            "any_negative(headroom);\n    element = old;\n",
+            "tests/test_narrow.py -k cannot_hold",
+            "only elements that a format cannot hold are kept",
+        ),
+        (
+            "cpu-block-without-care-of-v",
+            " | headroom(sum_of_v, k.v_limit)",
+            "",
+            "tests/test_narrow.py -k cannot_hold",
+            "second moments that narrow state cannot hold are kept",
+        ),
+        (
+            "cpu-block-without-care-of-m",
+            "      if constexpr (MOMENTUM) squares = multiply_add(element.m, element.m, squares);\n",
+            "",
+            "tests/test_narrow.py -k cannot_hold",
+            "momentum that narrow state cannot hold is kept",
+        ),
+        (
+            "cpu-block-limit",
+            "const double square = 0.99 * limit * limit;",
+            "const double square = limit * limit * limit;",
+            "tests/test_atomic.py -k 'storage_overflow and cpu'",
+            "what 16-bit parameters cannot hold is kept",
+        ),
+        (
+            "cpu-care-taken-for-elements-kept",
+            "    kept = kept || any_negative(headroom);\n",
+            "    kept = true;\n",
+            "tests/test_rounding.py -k no_parameter_overflows",
+            "large numbers that can be stored are nothing to warn of",
+        ),
+        (
+            "cpu-tail-of-remainders",
+            "    if (rounding_ == Rounding::exact) std::memcpy(remainder(i), copy.remainders,",
+            "    if (false) std::memcpy(remainder(i), copy.remainders,",
+            "tests/test_rounding.py",
+            "the last elements' remainders are stored",
+        ),
+    )
 )
 
 FORMATS_H = of(
-    "csrc/formats.h",
+    "csrc/cpu/quant_block.h",
     (
         "formats-h-ties-of-the-nearest",
         "== 0 ? bits + 0x7fff : bits + 0x8000;",
@@ -1056,9 +1067,9 @@ FORMATS_H = of(
         "codes of the smallest second moments",
     ),
     (
-        "formats-h-noise-between-quanta",
-        "    if (__builtin_expect(skip != 0, 0)) {\n",
-        "    if (false) {\n",
+        "formats-h-noise-between-blocks",
+        "if (__builtin_expect(skip != 0, 0)) {\n",
+        "if (false) {\n",
         "tests/test_narrow.py -k same_bits",
         "noise is counted from the whole parameter's start",
     ),
@@ -1081,12 +1092,12 @@ FORMATS_H = of(
         " && (word >> 5) - (bottom >> shift) <= 254}",
         "}",
         "tests/test_narrow.py -k same_bits",
-        "second moments far below the largest of their quantum",
+        "second moments far below the largest of their block",
     ),
 )
 
 TEAM = of(
-    "csrc/team.cpp",
+    "csrc/cpu/threads.cpp",
     (
         "team-rounding-mode-of-threads",
         "  std::fesetenv(&work.environment);\n",
@@ -1097,7 +1108,7 @@ TEAM = of(
 )
 
 KERNELS = of(
-    "ngn_kernels/backends/triton_kernels.py",
+    "ngn_kernels/backends/triton/kernels.py",
     (
         "triton-skips-counted-per-bucket",
         "counted = (last != 0) & (code != NONE)",
@@ -1128,14 +1139,14 @@ KERNELS = of(
     ),
     (
         "triton-skipped-steps-count",
-        "for first in range(0, tl.where(reason == NONE, n_rows, 0), BLOCK):",
-        "for first in range(0, n_rows, BLOCK):",
+        "for i in range(0, tl.where(reason == NONE, n_rows, 0), BLOCK):",
+        "for i in range(0, n_rows, BLOCK):",
         INTERPRETED + "tests/test_atomic.py -k 'test_non_finite_loss and NGNM and nan'",
         "a skipped step leaves the step count alone",
     ),
     (
         "triton-copies-not-divided",
-        "    weighted /= copies\n",
+        "    weighted /= replicas\n",
         "",
         INTERPRETED + f"{BUCKETS} -k copies",
         "elements that lie on several ranks are counted once",
@@ -1168,20 +1179,20 @@ KERNELS = of(
     (
         "triton-ticket-of-apply-relaxed",
         'if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:\n'
-        "        tl.store(ticket, 0)\n        if CODED",
+        "        tl.store(ticket, 0)\n        if QUANTISED",
         'if tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == n_chunks - 1:\n'
-        "        tl.store(ticket, 0)\n        if CODED",
+        "        tl.store(ticket, 0)\n        if QUANTISED",
         "tests/test_triton_races.py -k 'no_race_in_any_order and NGNM'",
         "the last block advances counts that all others have read",
     ),
 )
 
 TRITON_FORMATS = of(
-    "ngn_kernels/backends/triton_formats.py",
+    "ngn_kernels/backends/triton/formats.py",
     (
         "triton-limit-of-bfloat16",
-        '\nBFLOAT16_LIMIT = tl.constexpr(float.fromhex("0x1.ffp127"))',
-        '\nBFLOAT16_LIMIT = tl.constexpr(float("inf"))',
+        "if ROUNDING == STOCHASTIC else BFLOAT16_LIMIT",
+        "if ROUNDING == STOCHASTIC else INFINITY",
         INTERPRETED + "tests/test_atomic.py -k 'storage_overflow and bfloat16'",
         "what bfloat16 parameters cannot hold is kept",
     ),

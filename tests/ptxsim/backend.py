@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import ngn_kernels.backends.triton_kernels as kernels
+import ngn_kernels.backends.triton.kernels as kernels
 from ngn_kernels.backends.triton import TritonBackend
 from ngn_kernels.plan import Bucket
 from ngn_kernels.rules import Rule
@@ -28,7 +28,7 @@ class SimulatedBackend(TritonBackend):
         for i, row in enumerate(bucket.rows):
             row.hold_gradient()
             columns = {"x": row.x, "g": row.held, "m": row.m, "v": row.v, "step": row.step}
-            columns |= {"m_scale": row.m_scale, "v_scale": row.v_scale, "rest": row.remainder}
+            columns |= {"m_scale": row.m_scale, "v_scale": row.v_scale, "remainder": row.remainder}
             for column, tensor in columns.items():
                 if tensor is not None:
                     memory.register(tensor, f"{column}{i}", read_only=reduces or column == "g")

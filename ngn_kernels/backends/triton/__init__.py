@@ -1,8 +1,8 @@
 """Fused GPU kernels, for NVIDIA and AMD: one launch of each kind serves all tensors of a bucket.
 
-The kernels themselves are in triton_kernels.py. Here are the tables that they read, and the
-launches. After the first step of a plan nothing is allocated on the device, nothing waits for it,
-and no address changes, so that a step can be captured in a CUDA graph.
+The kernels are in kernels.py; here are their tables and launches. After the first step of a plan
+nothing is allocated on the device, nothing waits for it, and no address changes, so that a step can be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..plan import Bucket, BucketKey
-from ..rules import Rule
-from ..tables import Column, Sum
-from ..transfer import numbers_of
-from . import Unavailable
+from ...layout import Column, Sum
+from ...plan import Bucket, BucketKey
+from ...rules import Rule
+from ...transfer import numbers_of
+from .. import Unavailable
 
 OLDEST = (3, 4)
 THREADS = 256
@@ -29,7 +29,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK, WANTED_CHUNKS = 2048, 65536, 8192
 
 
 def chunk_size(numel: int) -> int:
-    """How many elements one block works on, in a bucket of `numel` elements."""
+    """The number of elements per block in a bucket of `numel` elements."""
     fair = max(1, numel // WANTED_CHUNKS)
     return min(max(1 << (fair - 1).bit_length(), SMALLEST_CHUNK), LARGEST_CHUNK)
 
@@ -47,16 +47,16 @@ def column_types(kernel: str, rule: Rule, key: BucketKey) -> dict[str, torch.dty
 
 
 def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
-    """What a kernel is specialised on; types that it does not touch play no part."""
+    """A kernel's compile-time constants; types of columns that it does not use play no part."""
     types = column_types(kernel, rule, key)
     state = [types[column] for column in "mv" if column in types]
     vector = vector_length(types.values())
     if kernel == "apply" and (key.rounding != "nearest" or set(state) - {torch.float32}):
-        # What is stored takes more arithmetic, and more of it than this would not fit the registers.
+        # Formats take more arithmetic; more elements per thread would not fit the registers.
         vector = min(vector, 4)
     of_apply = {"MOMENTUM": rule.momentum, "COORDINATE": rule.coordinate}
     columns = "xgmv" if kernel == "apply" else "xgv"
-    # Who only reads parameters need not know how they are rounded, but where their bits lie.
+    # Only reading parameters does not depend on their rounding, except for exact ones' remainders.
     matters = kernel == "apply" or (key.rounding == "exact" and "x" in types)
     return {
         **(of_apply if kernel == "apply" else {}),
@@ -64,7 +64,7 @@ def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
         "REGULARISED": rule.regularised,
         **{f"{c.upper()}_TYPE": triton_type(types.get(c, torch.float32)) for c in columns},
         "ROUNDING": key.rounding if matters else "nearest",
-        "CODED": any(dtype.itemsize == 1 for dtype in state),
+        "QUANTISED": any(dtype.itemsize == 1 for dtype in state),
         "VECTOR": vector,
         "BLOCK": THREADS * vector,
     }
@@ -77,24 +77,24 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 
 def options(target: Any, v: torch.dtype) -> dict[str, Any]:
-    """How a kernel is compiled for a target, with v of this type."""
-    # Triton is about to change its default: without fusion the bits are those of the formulas.
+    """Compile options of a kernel for a target, with v of this type."""
+    # Explicit, because Triton's default may change: without fusion the bits are those of the formulas.
     chosen = {"num_warps": THREADS // target.warp_size, "num_stages": 1, "enable_fp_fusion": False}
     if target.backend == "cuda":
-        # Half of the machine's warps stay resident. Without a bound some variants take 80, and
-        # others are held to 48 by spilling. An 8-bit v does not fit: three eighths stay.
+        # Half of the GPU's warps stay resident. Without a bound some variants take 80 registers, and
+        # others are limited to 48 by spilling. An 8-bit v needs more: three eighths stay resident.
         chosen["maxnreg"] = 72 if v == torch.uint8 else 64
     return chosen
 
 
 class Tables:
-    """What the kernels read and write for one bucket, at addresses that stay."""
+    """What the kernels read and write for one bucket, at addresses that do not change."""
 
     def __init__(self, bucket: Bucket) -> None:
         device = bucket.key.device
         self.chunk_size = chunk_size(int(bucket.table[Column.NUMEL].sum()))
         chunks = bucket.chunks(self.chunk_size)
-        # A bucket of empty tensors has step counts to advance all the same.
+        # Step counts advance in a bucket of empty tensors, too.
         self.host_chunks = chunks if len(chunks) else np.zeros((1, 2), dtype=np.int64)
         self.n_chunks = len(self.host_chunks)
         # On the CPU this shares the bucket's own memory.
@@ -107,11 +107,11 @@ class Tables:
         inputs, report = bucket.tables.inputs, bucket.tables.report
         head = (self.table, self.chunks, inputs.groups, inputs.scalars, bucket.totals)
         counts = (len(bucket.rows), self.n_chunks, self.chunk_size, len(bucket.sums))
-        told = (report.counts, report.sizes, self.apply_ticket)
-        summed = (bucket.sums, self.partials, self.reduce_ticket)
-        self.reduce_args = (*head, *summed, *counts, bucket.index)
-        self.apply_args = (*head, *told, *counts, len(inputs.groups))
-        # Compiled kernels by what they are specialised on, with their constants.
+        telemetry = (report.counts, report.sizes, self.apply_ticket)
+        sums = (bucket.sums, self.partials, self.reduce_ticket)
+        self.reduce_args = (*head, *sums, *counts, bucket.index)
+        self.apply_args = (*head, *telemetry, *counts, len(inputs.groups))
+        # Compiled kernels with their constants.
         self.compiled: dict[tuple[str, Rule], tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -120,7 +120,7 @@ class TritonBackend:
     takes_tensors = False
 
     def __init__(self, kernels: Any, target: Callable[[], Any], device_type: str = "cuda") -> None:
-        """The module of kernels, how to learn what is compiled for, and where tensors must be."""
+        """`kernels` is the module of kernels, `target` returns the GPU to compile for."""
         self.kernels = kernels
         self.target = target
         self.device_type = device_type
@@ -209,14 +209,8 @@ def _load() -> TritonBackend:
             "no GPU here: torch sees no CUDA or ROCm device; install a torch build for your GPU, "
             "or set TRITON_INTERPRET=1 to run the kernels slowly on the CPU"
         )
-    from . import triton_kernels
+    from . import kernels
 
     if interpreted:
-        return TritonBackend(triton_kernels, InterpreterTarget, device_type="cpu")
-    return TritonBackend(triton_kernels, triton.runtime.driver.active.get_current_target)
-
-
-if __name__ == "__main__":
-    from .triton_report import main
-
-    main()
+        return TritonBackend(kernels, InterpreterTarget, device_type="cpu")
+    return TritonBackend(kernels, triton.runtime.driver.active.get_current_target)
