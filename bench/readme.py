@@ -157,7 +157,6 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         Column("GB/s"),
         Column("of memory"),
         Column("bytes moved"),
-        Column("state"),
         Column("extra memory"),
     ]
     timed = sorted(headline_rows(rows), key=lambda row: row["time"]["median"])
@@ -171,7 +170,6 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['bandwidth'] / 1e9:.1f}",
             "–" if row["share"] is None else f"{row['share']:.0%}",
             bytes_text(row["bytes_code"]),
-            size(row["state_bytes"]),
             size(row["extra_bytes"] or 0),
         ]
         cells.append(_bold(line) if row["contender"] == BASELINE else line)
@@ -247,7 +245,7 @@ SHOWN_FORMATS = (
 
 def _formats_table() -> str:
     """Bytes that a step moves, and that the state holds, per parameter, by rule and format."""
-    columns = [Column("rule: moved / held", right=False)]
+    columns = [Column("rule: moved / state", right=False)]
     for state, rounding, dtype in SHOWN_FORMATS:
         exact = ", exact" if rounding == "exact" else ""
         short = "fp32" if dtype == torch.float32 else "bf16"

@@ -163,28 +163,24 @@ def decades_table(kept: Sequence[Kept]) -> Table:
     return Table("Decades of good step sizes", columns, rows, caption)
 
 
-BOUNDS = (
-    ("momo", (1, 10, 100)),
-    ("momo-adam", (1, 10, 100)),
-    ("ngn-m", (1, 10)),
-    ("ngn-mdv1", (1, 10)),
-)
+RIVAL_BOUNDS = (("momo", (1, 10, 100)), ("momo-adam", (1, 10, 100)))
+OWN_BOUNDS = (("ngn-m", (1, 10)), ("ngn-mdv1", (1, 10)))
 
 
-def bounds_table(kept: Sequence[Kept]) -> Table:
+def bounds_table(kept: Sequence[Kept], shown: Sequence[tuple[str, Sequence[int]]]) -> Table:
     """How often the step sizes are at their bounds, at the best c or α₀ and at multiples of it."""
     rows = []
     for sweep in kept:
         results = sweep.results
         if results is not None:
             cells = [
-                results.at_bound(name, factor) for name, factors in BOUNDS for factor in factors
+                results.at_bound(name, factor) for name, factors in shown for factor in factors
             ]
             rows.append([sweep.title, *cells])
     columns = [Column("task", right=False)]
     columns += [
         Column(f"{figures.label(name)}{f', {factor}×' if factor > 1 else ''}")
-        for name, factors in BOUNDS
+        for name, factors in shown
         for factor in factors
     ]
     caption = (
@@ -195,7 +191,7 @@ def bounds_table(kept: Sequence[Kept]) -> Table:
     return Table("Steps at the bound", columns, rows, caption)
 
 
-PER_ROW = 4
+PER_ROW = 3
 
 
 def summary_figure(kept: Sequence[Kept]) -> Any:
@@ -332,8 +328,9 @@ def sections(kept: Sequence[Kept]) -> dict[str, str]:
         parts["summary"] += f"\n**Not finished**: {'; '.join(unfinished)}.\n"
     small = decades_table(kept)
     parts["decades"] = f"{markdown_table(small)}\n{small.caption}\n"
-    bounds = bounds_table(kept)
-    parts["bounds"] = f"{markdown_table(bounds)}\n{bounds.caption}\n"
+    bounds = [bounds_table(kept, shown) for shown in (RIVAL_BOUNDS, OWN_BOUNDS)]
+    tables = "\n".join(map(markdown_table, bounds))
+    parts["bounds"] = f"{tables}\n{bounds[0].caption}\n"
     for sweep in kept:
         parts[sweep.folder.name] = _section(sweep)
     return parts
