@@ -64,6 +64,21 @@ def whole_loss(loss: float | Tensor) -> float | Tensor:
     return read_loss(loss.full_tensor()) if is_sharded(loss) else loss  # type: ignore[union-attr]
 
 
+def read_weight(weight: Any) -> float:
+    """A number, or a tensor on the host with one element."""
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be one number")
+        if not weight.is_cpu or is_sharded(weight):
+            raise TypeError(
+                f"weight is a tensor on {weight.device}: pass a number, which the host knows without "
+                "waiting for a device, such as the number of samples"
+            )
+        weight = weight.item()
+    require("weight", weight, "in (0, inf)", lambda v: 0 < v < math.inf)
+    return float(weight)
+
+
 def as_double(value: float | Tensor) -> float | Tensor:
     """On any device that has them."""
     if not isinstance(value, Tensor):

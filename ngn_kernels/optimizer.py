@@ -20,6 +20,7 @@ from .checks import (
     FOREIGN_OPTIONS,
     check_group,
     check_group_names,
+    read_weight,
     require,
     usable_lr,
     warn,
@@ -220,6 +221,7 @@ class NGNOptimizer(Optimizer):
             param_group[SAVED] = None
         super().add_param_group(param_group)
         self._plan = None
+        self._pending.backwards.watch(self.param_groups)
 
     @property
     def rule(self) -> Rule:
@@ -265,6 +267,7 @@ class NGNOptimizer(Optimizer):
 
     # The loss
 
+    @torch._disable_dynamo
     def add_loss(self, share: float | Tensor) -> None:
         """Add to the loss of the next ``step()`` what a ``backward()`` is called on.
 
@@ -273,22 +276,34 @@ class NGNOptimizer(Optimizer):
         """
         self._pending.add(share, self.param_groups)
 
-    def set_loss(self, loss: float | Tensor, weight: float = 1.0) -> None:
+    @torch._disable_dynamo
+    def set_loss(self, loss: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Give the loss of the next ``step()``; several calls make a weighted mean.
 
         Args:
             loss: the loss of one micro-batch.
             weight: its share, such as its number of samples or tokens; greater than 0.
         """
-        require("weight", weight, "in (0, inf)", lambda v: 0 < v < math.inf)
+        weight = read_weight(weight)
         self._pending.set(loss, weight, self.param_groups)
+
+    def drop_loss(self) -> None:
+        """Drop the loss that ``add_loss`` or ``set_loss`` gave for the next ``step()``."""
+        self._pending.clear()
+
+    def loss_is_pending(self) -> bool:
+        """Whether ``add_loss`` or ``set_loss`` gave a loss whose gradients are not thrown away.
+
+        One whose gradients are is dropped.
+        """
+        self._pending.drop_stale(self.param_groups)
+        return bool(self._pending)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with those that no step has used the loss given for them."""
         self._pending.before_zero_grad(self.param_groups)
         super().zero_grad(set_to_none)
-        if not set_to_none:
-            self._pending.after_zero_grad(self.param_groups)
+        self._pending.after_zero_grad(self.param_groups, set_to_none)
 
     # The step
 
@@ -546,6 +561,7 @@ class NGNOptimizer(Optimizer):
         self.defaults.pop("differentiable", None)  # torch's; groups would take it over
         if "_backend" in state:  # unpickled or copied, not merely loaded
             self._forget()
+            self._pending.backwards.watch(self.param_groups)
         self._plan = None
         self._momentum = any("momentum_buffer" in held for held in self.state.values())
 

@@ -26,6 +26,7 @@ ROOMS = (
         "shards",
         "checks",
         "formats",
+        "backwards",
         "loss",
         "state",
         "signature",
