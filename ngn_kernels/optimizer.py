@@ -572,9 +572,13 @@ class NGNOptimizer(Optimizer):
         that flatten a state_dict keep what groups have, and nothing else.
         """
         held, groups = self.state, self.param_groups
-        options = {"loss_floor": self.loss_floor, "max_grad_norm": self.max_grad_norm}
+        options = {
+            "skipped_steps": int(self.skipped_steps),
+            "loss_floor": self.loss_floor,
+            "max_grad_norm": self.max_grad_norm,
+        }
         for group in groups:
-            group[SAVED] = {"skipped_steps": int(self.skipped_steps), **options}
+            group[SAVED] = dict(options)
         if self._storage.narrow or self._storage.rounding == "exact":
             self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})
         try:

@@ -95,10 +95,24 @@ PLAN = of(
     ),
     (
         "plan-parameter-not-written-back",
-        "            row.local.copy_(row.copy)\n",
+        "            row.local.copy_(row.dense)\n",
         "            pass\n",
         "tests/test_layouts.py -k 'test_parameter_and_gradient_layouts and float32'",
         "a parameter with gaps in memory is updated",
+    ),
+    (
+        "plan-idle-parameter-written-back",
+        "in self._gapped if address[0] != 0)",
+        "in self._gapped)",
+        "tests/test_layouts.py -k 'left_alone and NGNM'",
+        "a parameter with gaps in memory and no gradient is left alone",
+    ),
+    (
+        "plan-real-sample-of-complex-gradients",
+        "is_complex: self.key.grad.to_complex() if is_complex else self.key.grad\n",
+        "is_complex: self.key.grad\n",
+        "tests/test_bad_input.py -k 'is_complex_where and cpu'",
+        "a complex parameter's gradient that turns real is refused",
     ),
     (
         "plan-autograd-not-told",
@@ -285,6 +299,20 @@ NATIVE_SIGNATURE = of(
         "a lazily negated gradient is taken for what it is",
     ),
     (
+        "signature-native-conjugated-gradients",
+        "    if (row.gradient_type.code == dlpack::COMPLEX) return UNUSUAL_ADDRESS;",
+        "",
+        "tests/test_layouts.py -k conjugate",
+        "a lazily conjugated gradient is taken for what it is",
+    ),
+    (
+        "signature-native-groups-in-tuples",
+        "    PyObject* fast = PySequence_Fast(iterable,",
+        "    PyObject* fast = PyTuple_Check(iterable) ? PyList_New(0) : PySequence_Fast(iterable,",
+        "tests/test_checkpoints.py -k 'in_tuples and native and NGNM'",
+        "groups may be tuples",
+    ),
+    (
         "signature-native-keeps-gradients",
         "for (py::object& gradient : held_) gradient = py::object();",
         "",
@@ -301,6 +329,41 @@ OPTIMIZER = of(
         '"_skipped_before": 0,',
         "tests/test_checkpoints.py -k count_of_skipped",
         "copies and pickles know how many steps were skipped",
+    ),
+    (
+        "optimizer-loading-loses-the-skipped-count",
+        '            self._skipped_before += options["skipped_steps"] - int(self.skipped_steps)\n',
+        "            pass\n",
+        "tests/test_checkpoints.py -k skipped_steps_is_restored",
+        "a loaded run knows how many steps were skipped",
+    ),
+    (
+        "optimizer-loading-adds-to-the-skipped-count",
+        'options["skipped_steps"] - int(self.skipped_steps)',
+        'options["skipped_steps"]',
+        "tests/test_checkpoints.py -k skipped_steps_is_restored",
+        "a loaded run has the count of the saved one",
+    ),
+    (
+        "optimizer-other-options-in-silence",
+        "            if options.get(name, mine) != mine:\n",
+        "            if False:\n",
+        "tests/test_checkpoints.py -k options_that_differ",
+        "options other than the saved ones are warned about",
+    ),
+    (
+        "optimizer-own-keys-take-part",
+        'if param.grad is not None or "step" in self.state.get(param, ())',
+        "if param.grad is not None or self.state.get(param)",
+        "tests/test_checkpoints.py -k users_own_are_kept",
+        "a parameter that never had a gradient takes no part, whatever its state holds",
+    ),
+    (
+        "optimizer-lr-below-zero",
+        "v._replace(lr=usable_lr(v.lr, group, self.defaults))",
+        "v",
+        "tests/test_schedulers.py -k rounded_to_below_zero",
+        "no step size is negative",
     ),
     (
         "optimizer-pickle-loses-a-pending-loss",
@@ -360,8 +423,8 @@ OPTIMIZER = of(
     ),
     (
         "optimizer-dropped-plan",
-        "        super().__setstate__(state)\n        if",
-        "        super().__setstate__(state)\n        if False and",
+        '        if "_backend" in state:',
+        '        if False and "_backend" in state:',
         "tests/test_checkpoints.py -k deepcopy_and_pickle",
         "a copy has tables of its own",
     ),
@@ -616,10 +679,59 @@ STATE = of(
     ),
     (
         "state-bad-numbers-are-loaded",
-        "    if not sound:\n",
+        "    if not (local(values).abs() <= form.limit).all():\n",
         "    if False:\n",
         "tests/test_narrow.py -k spoil_their_neighbours",
         "numbers that would spoil their neighbours are not loaded",
+    ),
+    (
+        "state-negative-second-moment",
+        '        if key == "exp_avg_sq" and (numbers < 0).any():\n',
+        "        if False:\n",
+        "tests/test_checkpoints.py -k 'no_step_stores and negative'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-non-finite-momentum",
+        "        if not numbers.isfinite().all():\n",
+        '        if key == "exp_avg_sq" and not numbers.isfinite().all():\n',
+        "tests/test_checkpoints.py -k 'no_step_stores and nan'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-imaginary-parts-unchecked",
+        "            numbers = torch.view_as_real(numbers.resolve_conj())\n",
+        "            numbers = numbers.real\n",
+        "tests/test_checkpoints.py -k 'no_step_stores and complex'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-negative-step",
+        "math.isfinite(count) and count >= 0 and",
+        "math.isfinite(count) and",
+        "tests/test_checkpoints.py -k 'no_step_stores and step'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-half-a-step",
+        " and count.is_integer()):",
+        "):",
+        "tests/test_checkpoints.py -k 'no_step_stores and step'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-own-keys-shared",
+        "own = {k: copied(v) for",
+        "own = {k: v for",
+        "tests/test_checkpoints.py -k users_own_are_kept",
+        "what the user keeps in the state is copied",
+    ),
+    (
+        "state-other-columns-taken-for-own",
+        '    reserved = {"step", *STATE_KEYS, *beside}\n',
+        '    reserved = {"step", *STATE_KEYS} & known | beside\n',
+        "tests/test_checkpoints.py -k none_of_the_users_own",
+        "state of another optimizer is refused",
     ),
 )
 
@@ -758,15 +870,15 @@ REFERENCE = of(
     ),
     (
         "reference-elements-not-kept",
-        "self.data.copy_(torch.where(go & fits, new, self.data))",
-        "self.data.copy_(torch.where(go, new, self.data))",
+        "yield Write(self.data, torch.where(go & fits, new, self.data))",
+        "yield Write(self.data, torch.where(go, new, self.data))",
         "tests/test_atomic.py -k 'second_moment_overflow and reference'",
         "no non-finite number reaches the state",
     ),
     (
         "reference-skipped-steps-count",
-        "            row.step += go\n",
-        "            row.step += 1\n",
+        "            writes.append(Write(row.step, row.step + go))\n",
+        "            writes.append(Write(row.step, row.step + 1))\n",
         "tests/test_atomic.py -k 'test_non_finite_loss and reference and NGNM'",
         "a skipped step leaves the step count alone",
     ),
@@ -795,10 +907,25 @@ REFERENCE = of(
     ),
     (
         "reference-last-reason-of-the-first-bucket",
-        "torch.maximum(counts[Count.REASON], reason, out=counts[Count.REASON])",
-        "counts[Count.REASON].copy_(reason)",
+        "    torch.maximum(reason, told.reason, out=reason)\n",
+        "    reason.copy_(told.reason)\n",
         f"{BUCKETS} -k 'skips and reference'",
         "a reason of any bucket is told",
+    ),
+    (
+        "reference-writes-row-by-row",
+        "                writes += column.stored(value, fits, go)\n",
+        "                for write in column.stored(value, fits, go):\n"
+        "                    write.target.copy_(write.value)\n",
+        "tests/test_atomic.py -k 'runs_out and reference'",
+        "a step that runs out of memory changes no row",
+    ),
+    (
+        "reference-skips-not-counted",
+        "skipped.add_(torch.sign(reason, out=told.skipped))",
+        "torch.sign(reason, out=told.skipped)",
+        "tests/test_atomic.py -k 'test_non_finite_loss and reference and NGNM'",
+        "a skipped step is counted",
     ),
 )
 
@@ -909,15 +1036,72 @@ CONVERT_H = of(
     ),
     (
         "convert-limit-of-rounding-at-random",
-        "if (type == DType::bfloat16) return static_cast<T>(0x1.fe0002p127);",
-        "",
+        "    case DType::bfloat16: return static_cast<T>(0x1.fe0002p127);",
+        "    case DType::bfloat16: return overflow_limit<T>(type);",
         "tests/test_rounding.py tests/test_narrow.py -k 'no_parameter_overflows or cannot_hold'",
         "rounding at random never reaches infinity",
     ),
 )
 
+CHECKS = of(
+    "ngn_kernels/checks.py",
+    (
+        "checks-complex-and-real",
+        "    if grad.is_complex() != param.is_complex():\n",
+        "    if param.is_complex() and not grad.is_complex():\n",
+        "tests/test_bad_input.py -k 'is_complex_where and cpu'",
+        "a real parameter with a complex gradient is refused",
+    ),
+    (
+        "checks-any-lr-below-zero",
+        "return 0.0 if lr >= -LR_ROUNDING * start else lr",
+        "return 0.0",
+        "tests/test_schedulers.py -k below_zero",
+        "an lr that is negative by mistake is refused",
+    ),
+    (
+        "checks-lr-rounding-of-the-default",
+        'start = group.get("initial_lr", defaults["lr"])',
+        'start = defaults["lr"]',
+        "tests/test_schedulers.py -k below_zero",
+        "an lr is rounded relative to what its schedule began with",
+    ),
+    (
+        "checks-misspelt-names",
+        "        if advice is None and near and near[0] not in name:",
+        "        if False:",
+        "tests/test_bad_input.py -k nobody_reads",
+        "a misspelt option in a group is refused",
+    ),
+    (
+        "checks-names-made-of-ours",
+        " and near[0] not in name:",
+        ":",
+        "tests/test_bad_input.py -k users_own",
+        "users may keep names of their own in groups",
+    ),
+)
+
+BINDINGS = of(
+    "csrc/bindings.cpp",
+    (
+        "bindings-unknown-types",
+        '  throw py::value_error("no such element type");\n',
+        "",
+        "tests/test_cpu_engine.py -k bindings_check",
+        "no kernel runs on an element type that nobody named",
+    ),
+)
+
 CPU = of(
     "csrc/cpu.cpp",
+    (
+        "cpu-float64-state-as-halves",
+        "      case DType::float64: return store_float64(value, at<char>(i));\n",
+        "      case DType::float64: return encode_float16(value, is_stochastic(), noise, at<char>(i));\n",
+        "tests/test_narrow.py -k 'float64_state_beside and cpu and 8bit'",
+        "float64 state beside narrow columns stays float64",
+    ),
     (
         "cpu-step-of-absent-parameters",
         "      if (row.g) *row.step += 1;\n",
@@ -1034,6 +1218,13 @@ CPU = of(
 
 FORMATS_H = of(
     "csrc/formats.h",
+    (
+        "formats-h-bits-of-kept-float64",
+        "static_cast<float>(wide[i]) == value[i] ? wide[i] : value[i];",
+        "value[i];",
+        "tests/test_narrow.py -k 'float64_state_that_is_kept and cpu'",
+        "elements of float64 state that are kept keep all of their bits",
+    ),
     (
         "formats-h-ties-of-the-nearest",
         "== 0 ? bits + 0x7fff : bits + 0x8000;",
@@ -1227,6 +1418,7 @@ TRAINERS = of(
 )
 
 MUTANTS: tuple[Mutant, ...] = (
+    *BINDINGS,
     *NATIVE_SIGNATURE,
     *RULE_H,
     *CONVERT_H,
@@ -1234,6 +1426,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *FORMATS_H,
     *TEAM,
     *RULES,
+    *CHECKS,
     *PLAN,
     *SIGNATURE,
     *OPTIMIZER,
