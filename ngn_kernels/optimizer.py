@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypedDict
 
@@ -135,8 +136,8 @@ class NGNOptimizer(Optimizer):
         self._home: DeviceTables | None = None
         self._talk: Exchange | None = None
         self._agreed: tuple[Any, Agreement] | None = None
-        self._momentum = False
         self._checked: Any = None
+        self.rule = Rule()
         self._values: list[GroupValues] = []
 
     # Options
@@ -220,16 +221,14 @@ class NGNOptimizer(Optimizer):
             check_group({**self.defaults, **param_group}, self.defaults)
             param_group[SAVED] = None
         super().add_param_group(param_group)
+        self._set_rule(self.rule.momentum)
         self._plan = None
         self._pending.backwards.watch(self.param_groups)
 
-    @property
-    def rule(self) -> Rule:
+    def _set_rule(self, momentum: bool) -> None:
         """The point of the grid; momentum is on once any group has had some."""
-        rule = RULES[self.defaults["algorithm"]]
-        if not self._momentum:
-            self._momentum = any(_betas(group)[0] > 0 for group in self.param_groups)
-        return rule.with_momentum(self._momentum)
+        momentum = momentum or any(_betas(group)[0] > 0 for group in self.param_groups)
+        self.rule = replace(RULES[self.defaults["algorithm"]], momentum=momentum)
 
     def _group_values(self) -> tuple[list[GroupValues], dict[int, Tensor]]:
         """The groups' values, checked if they changed; an lr on a device comes apart, unread."""
@@ -246,6 +245,7 @@ class NGNOptimizer(Optimizer):
         if seen != self._checked:
             for group in self.param_groups:
                 check_group(group, self.defaults)
+            self._set_rule(self.rule.momentum)
             self._checked = seen
             self._values = [
                 v._replace(lr=usable_lr(v.lr, group, self.defaults))
@@ -480,8 +480,8 @@ class NGNOptimizer(Optimizer):
         plan, rule = self._plan, self.rule
         valid = (
             plan is not None
-            and plan.rule is rule
-            and plan.reductions is rule.reductions(self._max_grad_norm is not None)
+            and plan.rule == rule
+            and plan.clipping == (self._max_grad_norm is not None)
             and plan.is_of(None if exchange is None else exchange.group)
             and plan.look(self.param_groups, self.state)
         )
@@ -500,9 +500,8 @@ class NGNOptimizer(Optimizer):
     def _make_plan(self, draft: Draft, exchange: Exchange | None) -> Plan:
         group = None if exchange is None else exchange.group
         tables = partial(self._tables_of, alone=group is None)
-        rule, groups = self.rule, self.param_groups
-        reductions = rule.reductions(self._max_grad_norm is not None)
-        return make_plan(draft, groups, self.state, rule, reductions, tables, group)
+        clipping = self._max_grad_norm is not None
+        return make_plan(draft, self.param_groups, self.state, self.rule, clipping, tables, group)
 
     def _tables_of(self, device: torch.device, alone: bool) -> DeviceTables:
         groups = len(self.param_groups)
@@ -563,7 +562,7 @@ class NGNOptimizer(Optimizer):
             self._forget()
             self._pending.backwards.watch(self.param_groups)
         self._plan = None
-        self._momentum = any("momentum_buffer" in held for held in self.state.values())
+        self._set_rule(any("momentum_buffer" in values for values in self.state.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain tensors, which any backend and any ``state=`` loads.

@@ -250,13 +250,13 @@ class Plan:
         groups: list[dict[str, Any]],
         state: dict[Tensor, Any],
         rule: Rule,
-        reductions: tuple[Rule, ...],
+        clipping: bool,
         buckets: list[Bucket],
         devices: list[DeviceTables],
         process_group: Any,
     ) -> None:
-        self.rule = rule
-        self.reductions = reductions
+        self.rule, self.clipping = rule, clipping
+        reductions = rule.reductions(clipping)
         # What is summed before each exchange of the ranks; None: they exchange their losses alone.
         self.rounds = reductions or (() if process_group is None else (None,))
         self.buckets = buckets
@@ -461,7 +461,7 @@ def make_plan(
     groups: list[dict[str, Any]],
     state: dict[Tensor, Any],
     rule: Rule,
-    reductions: tuple[Rule, ...],
+    clipping: bool,
     tables_of: Callable[[torch.device], DeviceTables],
     process_group: Any,
 ) -> Plan:
@@ -476,4 +476,4 @@ def make_plan(
         in_order = sorted(rows, key=lambda key: devices.index(key.device))
         buckets = [Bucket(key, rows[key], draft.backends[key]) for key in in_order]
         tables = [tables_of(device) for device in devices]
-        return Plan(groups, state, rule, reductions, buckets, tables, process_group)
+        return Plan(groups, state, rule, clipping, buckets, tables, process_group)
