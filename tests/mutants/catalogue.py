@@ -1,12 +1,18 @@
 """The mutants: one small mutation each, the tests that must notice it, and the promise that it breaks.
 
-`old` must be in the file exactly once. `tests` are arguments of pytest, after environment variables;
-the narrower they are, the sooner a mutant dies. docs/testing.md says which promises they belong to.
+`file` is a name that only one source file has, wherever it lies. `old` must be in it exactly once, in
+any indentation and with any line breaks. `tests` are arguments of pytest, after environment
+variables; the narrower they are, the sooner a mutant dies. docs/testing.md says which promises they
+belong to.
 """
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import NamedTuple
+
+SOURCES = ("ngn_kernels", "csrc")
 
 
 class Mutant(NamedTuple):
@@ -21,7 +27,21 @@ class Mutant(NamedTuple):
     @property
     def native(self) -> bool:
         """Whether the extension must be built for it."""
-        return self.file.startswith("csrc/")
+        return not self.file.endswith(".py")
+
+    def path(self, root: Path) -> Path:
+        found = [path for source in SOURCES for path in (root / source).rglob(self.file)]
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} source files are named {self.file}")
+        return found[0]
+
+    def applied(self, text: str) -> str:
+        """The mutated source."""
+        pattern = r"\s+".join(re.escape(word) for word in self.old.split())
+        mutated, count = re.subn(pattern, lambda match: self.new.strip(), text)
+        if count != 1:
+            raise LookupError(f"{self.file} has its text {count} times")
+        return mutated
 
 
 def of(file: str, *rows: tuple[str, ...]) -> tuple[Mutant, ...]:
@@ -39,7 +59,7 @@ SAME_INSTRUCTIONS = (
 )
 
 RULES = of(
-    "ngn_kernels/rules.py",
+    "rules.py",
     (
         "rules-norm-of-coordinate-rules",
         "if clipping and (self.coordinate or self.rms) else own",
@@ -64,7 +84,7 @@ RULES = of(
 )
 
 PLAN = of(
-    "ngn_kernels/plan.py",
+    "plan.py",
     (
         "plan-sums-of-a-device-not-shared",
         "if bucket.sums is not target:",
@@ -201,7 +221,7 @@ PLAN = of(
 )
 
 SIGNATURE = of(
-    "ngn_kernels/signature.py",
+    "signature.py",
     (
         "signature-python-ignores-state",
         "tensors = [row.param, *(row.state.get(key) for key in row.keys)]",
@@ -255,7 +275,7 @@ SIGNATURE = of(
 )
 
 NATIVE_SIGNATURE = of(
-    "csrc/signature.h",
+    "signature.h",
     (
         "signature-native-gradient-device",
         "!(t.device == place.device) || ",
@@ -322,7 +342,7 @@ NATIVE_SIGNATURE = of(
 )
 
 OPTIMIZER = of(
-    "ngn_kernels/optimizer.py",
+    "optimizer.py",
     (
         "optimizer-pickle-loses-the-skipped-count",
         '"_skipped_before": int(self.skipped_steps),',
@@ -395,8 +415,8 @@ OPTIMIZER = of(
     ),
     (
         "optimizer-momentum-forgets",
-        "        if not self._momentum:\n",
-        "        if True:\n",
+        "self._set_rule(self.rule.momentum) self._checked",
+        "self._set_rule(False); self._checked",
         "tests/test_checkpoints.py -k momentum_is_off",
         "momentum stays on once a group has had some",
     ),
@@ -430,14 +450,14 @@ OPTIMIZER = of(
     ),
     (
         "optimizer-rule-without-momentum-after-loading",
-        'self._momentum = any("momentum_buffer" in held for held in self.state.values())',
-        "self._momentum = False",
+        'self._set_rule(any("momentum_buffer" in values for values in self.state.values()))',
+        "self._set_rule(False)",
         "tests/test_checkpoints.py -k momentum_is_off",
         "a loaded run keeps its momentum while no group has any",
     ),
     (
         "optimizer-clipping-set-later",
-        "            and plan.reductions is rule.reductions(self._max_grad_norm is not None)\n",
+        "and plan.clipping == (self._max_grad_norm is not None)",
         "",
         f"{ROUGH} -k set_between_steps",
         "options that are set later are used",
@@ -473,7 +493,7 @@ OPTIMIZER = of(
 )
 
 LOSS = of(
-    "ngn_kernels/loss.py",
+    "loss.py",
     (
         "loss-weights-not-added",
         "        self._weight += weight\n",
@@ -526,7 +546,7 @@ LOSS = of(
 )
 
 RANKS = of(
-    "ngn_kernels/ranks.py",
+    "ranks.py",
     (
         "ranks-mean-over-all",
         "loss = loss / everyone[Message.WEIGHT]",
@@ -598,7 +618,7 @@ RANKS = of(
         "ranks wait for the numbers of those with collectives of their own",
     ),
 ) + of(
-    "ngn_kernels/optimizer.py",
+    "optimizer.py",
     (
         "ranks-values-not-compared",
         "        if self.replicas is None:\n            groups = [",
@@ -609,7 +629,7 @@ RANKS = of(
 )
 
 SHARDS = of(
-    "ngn_kernels/shards.py",
+    "shards.py",
     (
         "shards-copies-of-a-mesh",
         "            count *= spec.device_mesh.size(dimension)\n",
@@ -627,7 +647,7 @@ SHARDS = of(
 )
 
 STATE = of(
-    "ngn_kernels/state.py",
+    "state.py",
     (
         "state-small-parameters",
         "param.numel() < SMALL",
@@ -736,7 +756,7 @@ STATE = of(
 )
 
 FORMATS = of(
-    "ngn_kernels/formats.py",
+    "formats.py",
     (
         "formats-limit-of-bfloat16-m",
         'float.fromhex("0x1.fefffep127"),',
@@ -789,7 +809,7 @@ FORMATS = of(
 )
 
 TABLES = of(
-    "ngn_kernels/tables.py",
+    "tables.py",
     (
         "tables-device-lr-copied-once",
         "self._values = None if device_lrs else values",
@@ -821,7 +841,7 @@ TABLES = of(
 )
 
 TRANSFER = of(
-    "ngn_kernels/transfer.py",
+    "transfer.py",
     (
         "transfer-graphs-leave-other-numbers",
         "elif content != self._sent or self.in_graphs:",
@@ -846,7 +866,7 @@ TRANSFER = of(
 )
 
 REFERENCE = of(
-    "ngn_kernels/backends/reference.py",
+    "reference.py",
     (
         "reference-0-by-0",
         "rho = rho.masked_fill(denominator == 0, 1.0)",
@@ -930,7 +950,7 @@ REFERENCE = of(
 )
 
 RULE_H = of(
-    "csrc/rule.h",
+    "rule.h",
     (
         "rule-float32-momentum-under-float64",
         "if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) room |= headroom(element.m, k.m_limit);",
@@ -1019,7 +1039,7 @@ RULE_H = of(
 )
 
 CONVERT_H = of(
-    "csrc/convert.h",
+    "convert.h",
     (
         "convert-limit-of-bfloat16",
         "case DType::bfloat16: return static_cast<T>(0x1.ffp127);",
@@ -1044,7 +1064,7 @@ CONVERT_H = of(
 )
 
 CHECKS = of(
-    "ngn_kernels/checks.py",
+    "checks.py",
     (
         "checks-complex-and-real",
         "    if grad.is_complex() != param.is_complex():\n",
@@ -1083,7 +1103,7 @@ CHECKS = of(
 )
 
 BINDINGS = of(
-    "csrc/bindings.cpp",
+    "bindings.cpp",
     (
         "bindings-unknown-types",
         '  throw py::value_error("no such element type");\n',
@@ -1094,7 +1114,7 @@ BINDINGS = of(
 )
 
 CPU = of(
-    "csrc/cpu.cpp",
+    "cpu.cpp",
     (
         "cpu-float64-state-as-halves",
         "      case DType::float64: return store_float64(value, at<char>(i));\n",
@@ -1217,7 +1237,7 @@ CPU = of(
 )
 
 FORMATS_H = of(
-    "csrc/formats.h",
+    "formats.h",
     (
         "formats-h-bits-of-kept-float64",
         "static_cast<float>(wide[i]) == value[i] ? wide[i] : value[i];",
@@ -1277,7 +1297,7 @@ FORMATS_H = of(
 )
 
 TEAM = of(
-    "csrc/team.cpp",
+    "team.cpp",
     (
         "team-rounding-mode-of-threads",
         "  std::fesetenv(&work.environment);\n",
@@ -1288,7 +1308,7 @@ TEAM = of(
 )
 
 KERNELS = of(
-    "ngn_kernels/backends/triton_kernels.py",
+    "triton_kernels.py",
     (
         "triton-skips-counted-per-bucket",
         "counted = (last != 0) & (code != NONE)",
@@ -1368,7 +1388,7 @@ KERNELS = of(
 )
 
 TRITON_FORMATS = of(
-    "ngn_kernels/backends/triton_formats.py",
+    "triton_formats.py",
     (
         "triton-limit-of-bfloat16",
         '\nBFLOAT16_LIMIT = tl.constexpr(float.fromhex("0x1.ffp127"))',
@@ -1379,7 +1399,7 @@ TRITON_FORMATS = of(
 )
 
 TRAINERS = of(
-    "ngn_kernels/trainers/feed.py",
+    "feed.py",
     (
         "feed-two-optimizers-on-one-loss",
         "        if backwards & self._stepped:\n",
