@@ -6,7 +6,6 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypedDict
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
 from .backends.reference import report_step
+from .checkpoint import SAVED, LoadedInto, load, plain_state
 from .checks import (
     FOREIGN_OPTIONS,
     check_group,
@@ -34,7 +34,6 @@ from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, 
 from .ranks import Agreement, Exchange, Ranks
 from .rules import RULES, Reason, Rule
 from .shards import is_sharded, local
-from .state import SAVED, check_loadable, load_state, plain_state, saved_options
 from .tables import Count, DeviceTables, GroupValues, Size
 
 PER_OPTIMIZER = (
@@ -599,43 +598,23 @@ class NGNOptimizer(Optimizer):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
 
-        groups = deepcopy(list(state_dict["param_groups"]))
-        check_loadable(groups, self.param_groups, self.defaults)
-        saved_names = [saved for group in groups for saved in group["params"]]
-        owners = {
-            saved: (param, self._label(group, place), number)
-            for number, (saved, (group, place, param)) in enumerate(
-                zip(saved_names, self._all_params(), strict=True)
-            )
-        }
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for saved, values in state_dict["state"].items():
-            if saved not in owners:
-                raise ValueError(f"the loaded state has parameter {saved!r}, which is in no group")
-            param, label, number = owners[saved]
-            state[param] = load_state(
-                param, values, self.defaults["algorithm"], label, self._storage, number
-            )
-
-        options = saved_options(groups)
+        params = [
+            LoadedInto(param, self._label(group, place), index)
+            for index, (group, place, param) in enumerate(self._all_params())
+        ]
+        loaded = load(state_dict, self.param_groups, self.defaults, params, self._storage)
         for name in ("loss_floor", "max_grad_norm"):
             mine = getattr(self, name)
-            if options.get(name, mine) != mine:
+            saved = loaded.options.get(name, mine)
+            if saved != mine:
                 warn(
-                    f"the loaded run had {name}={options[name]}, and this {type(self).__name__} goes on "
-                    f"with {name}={mine}: write optimizer.{name} = {options[name]} to keep the former",
+                    f"the loaded run had {name}={saved}, and this {type(self).__name__} goes on with "
+                    f"{name}={mine}: write optimizer.{name} = {saved} to keep the former",
                     UserWarning,
                 )
-        for theirs, ours in zip(groups, self.param_groups, strict=True):
-            theirs["params"] = ours["params"]
-            if "param_names" in ours:
-                theirs.setdefault("param_names", ours["param_names"])
-            for name, value in self.defaults.items():  # a value that an older file lacks
-                theirs.setdefault(name, value)
-            theirs[SAVED] = None
-        self.__setstate__({"state": state, "param_groups": groups})
-        if "skipped_steps" in options:
-            self._skipped_before += options["skipped_steps"] - int(self.skipped_steps)
+        self.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
+        if "skipped_steps" in loaded.options:
+            self._skipped_before += loaded.options["skipped_steps"] - int(self.skipped_steps)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
 

@@ -20,7 +20,7 @@ from ngn_kernels.formats import (
     quanta,
     rounding_of,
 )
-from ngn_kernels.state import plain_state
+from ngn_kernels.checkpoint import plain_state
 
 
 class Tolerance(NamedTuple):

@@ -29,6 +29,7 @@ ROOMS = (
         "backwards",
         "loss",
         "state",
+        "checkpoint",
         "signature",
         "transfer",
         "tables",
