@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar, TypedDict
@@ -27,7 +27,7 @@ from .checks import (
 from .formats import Storage
 from .hooks import entrance
 from .loss import PendingLoss, has_gradients
-from .plan import Participant, Plan, any_device, build_plan
+from .plan import Participant, Plan, any_device, build_plan, grow_plan
 from .ranks import Agreement, Exchange, Ranks
 from .rules import RULES, Reason, Rule
 from .shards import local
@@ -455,23 +455,41 @@ class NGNOptimizer(Optimizer):
             or plan.reductions is not reductions
             or not plan.refresh(self.param_groups, self.state)
         ):
-            plan = self._build_plan(rule, reductions)
+            grown = self._grow_plan(plan) if plan is not None and plan.has_grown else None
+            plan = grown or self._build_plan(rule, reductions)
         self._plan = plan
         return plan
 
+    def _grow_plan(self, plan: Plan) -> Plan | None:
+        """With rows for the parameters whose first gradients have come; None if it must be built anew."""
+        grown = grow_plan(
+            plan,
+            self.param_groups,
+            self.state,
+            [p for p in self._participants(plan.params) if p.param.grad is not None],
+            partial(select_backend, self.backend),
+            self._tables_of,
+            self._storage,
+        )
+        known = grown is not None and grown.refresh(self.param_groups, self.state)
+        return grown if known else None
+
+    def _participants(self, known: Collection[int] = ()) -> Iterator[Participant]:
+        """Parameters that take part in a step, or did in one before; `known` are the ids of others."""
+        for number, (group, place, param) in enumerate(self._all_params()):
+            if id(param) in known:
+                continue
+            if param.grad is not None or "step" in self.state.get(param, ()):
+                label = self._label(group, place)
+                yield Participant(param, group, label, self._ranks.copies(param, label), number)
+
     def _build_plan(self, rule: Rule, reductions: tuple[Rule, ...]) -> Plan:
-        participants = [
-            Participant(param, group, label, self._ranks.copies(param, label), number)
-            for number, (group, place, param) in enumerate(self._all_params())
-            if param.grad is not None or "step" in self.state.get(param, ())
-            for label in [self._label(group, place)]
-        ]
         plan = build_plan(
             self.param_groups,
             self.state,
             rule,
             reductions,
-            participants,
+            list(self._participants()),
             partial(select_backend, self.backend),
             self._tables_of,
             self._storage,

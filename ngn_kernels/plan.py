@@ -13,12 +13,20 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .checks import check_gradient, check_overlap, check_param, has_memory, is_dense
-from .formats import REMAINDER, Storage, narrow_format, noise_key, rounding_of, scale_key
+from .checks import (
+    check_gradient,
+    check_overlap,
+    check_param,
+    has_memory,
+    is_dense,
+    span_of,
+)
+from .formats import QUANTUM, REMAINDER, Storage, narrow_format, noise_key, rounding_of, scale_key
 from .rules import Rule
 from .shards import first_element, is_sharded, local, placed_like, same_placement
 from .signature import (
     EMPTY_ADDRESS,
+    GROWN,
     SAME,
     STALE,
     UNUSUAL,
@@ -93,8 +101,8 @@ class Row:
     """One parameter that takes part: its state, and the memory that a kernel may touch for it."""
 
     def __init__(self, of: Participant, state: dict[str, Any], rule: Rule) -> None:
-        self.param, self.group, self.label, self.copies, number = of
-        self.noise_key = noise_key(number)
+        self.param, self.group, self.label, self.copies, self.number = of
+        self.noise_key = noise_key(self.number)
         self.first = first_element(self.param)
         self.state = state
         self.local = local(self.param)
@@ -188,10 +196,34 @@ class Bucket:
         }.items():
             self.table[column] = values
 
-    def signature_rows(self, rule: Rule) -> list[SignatureRow]:
+    def with_rows(self, rows: list[Row]) -> Bucket:
+        """With more rows, all of them in the order of their parameters; gradients are to be looked for."""
+        more = Bucket(self.key, rows, self.backend)
+        every = self.rows + rows
+        order = np.argsort([row.number for row in every])
+        more.rows = [every[i] for i in order]
+        more._params = [row.param for row in more.rows]
+        more.table = np.ascontiguousarray(np.hstack([self.table, more.table])[:, order])
+        more.table[Column.G] = 0
+        return more
+
+    def spans(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Where the memory that a step writes begins and ends, in each column of each row."""
+        numel, blocks = self.table[Column.NUMEL], -(-self.table[Column.NUMEL] // QUANTUM)
+        sizes = {
+            Column.X: numel * self.key.param.itemsize,
+            Column.M: numel * self.key.m.itemsize,
+            Column.V: numel * self.key.v.itemsize,
+            Column.M_SCALE: blocks * 4,
+            Column.V_SCALE: blocks * 4,
+            Column.REMAINDER: numel * 2,
+        }
+        return [(self.table[column], self.table[column] + size) for column, size in sizes.items()]
+
+    def signature_rows(self, rule: Rule, rows: list[Row]) -> list[SignatureRow]:
         kinds = {
             is_complex: self.key.grad.to_complex() if is_complex else self.key.grad
-            for is_complex in {row.param.is_complex() for row in self.rows}
+            for is_complex in {row.param.is_complex() for row in rows}
         }
         samples = {kind: torch.empty(0, dtype=dtype, device="cpu") for kind, dtype in kinds.items()}
         return [
@@ -202,7 +234,7 @@ class Bucket:
                 ("step", *keys_of(rule, r.state)),
                 samples[r.param.is_complex()],
             )
-            for r in self.rows
+            for r in rows
         ]
 
     def lay_out_gradients(self) -> bool:
@@ -243,7 +275,9 @@ class Plan:
         reductions: tuple[Rule, ...],
         buckets: list[Bucket],
         devices: list[DeviceTables],
+        known: Plan | None = None,
     ) -> None:
+        """`known` said GROWN, and has all rows but the new ones."""
         self.rule = rule
         self.reductions = reductions
         self.buckets = buckets
@@ -254,7 +288,8 @@ class Plan:
             for i, row in enumerate(bucket.rows)
             if row.copy is not None
         ]
-        self._sharded = any(is_sharded(row.param) for b in buckets for row in b.rows)
+        self.has_grown = False
+        self._signed: list[Row] = []  # in the order of the signature's rows
         self.sums = [
             torch.zeros(max(1, len(buckets)), len(Sum), dtype=float_type(d.device), device=d.device)
             for d in devices
@@ -265,17 +300,38 @@ class Plan:
             bucket.index = index
             bucket.tables, bucket.sums = by_device[bucket.key.device]
             bucket.backend.prepare(bucket)
-        self.signature = make_signature(
-            groups,
-            state,
-            [row for bucket in buckets for row in bucket.signature_rows(rule)],
-            [bucket.table[Column.G] for bucket in buckets],
-        )
+        self._sign(groups, state, known)
 
         # The first bucket of the home device to be applied, where other devices came before it.
         at_home = [bucket for bucket in buckets if bucket.tables is self.home]
         self.last_at_home = at_home[-1] if len(devices) > 1 else None
         self.agreed: Any = None  # what ranks agreed on, kept by ranks.py's caller while it holds
+
+    def _sign(
+        self, groups: list[dict[str, Any]], state: dict[Tensor, Any], known: Plan | None
+    ) -> None:
+        columns = [bucket.table[Column.G] for bucket in self.buckets]
+        every = [row for bucket in self.buckets for row in bucket.rows]
+        seen = set() if known is None else set(map(id, known._signed))
+        new = [(bucket, [r for r in bucket.rows if id(r) not in seen]) for bucket in self.buckets]
+        added = [row for bucket, rows in new for row in bucket.signature_rows(self.rule, rows)]
+        fresh = [row for _, rows in new for row in rows]
+        self._sharded = any(is_sharded(row.param) for row in fresh)
+        if known is None:
+            self._signed = every
+            self.signature = make_signature(groups, state, added, columns)
+            return
+        self._sharded = self._sharded or known._sharded
+        self._signed = known._signed + fresh
+        place = {id(row): i for i, row in enumerate(every)}
+        places = np.array([place[id(row)] for row in self._signed], dtype=np.int64)
+        self.signature = known.signature
+        self.signature.extend(state, added, columns, places)
+
+    @property
+    def params(self) -> set[int]:
+        """The ids of those that have a row."""
+        return {id(row.param) for row in self._signed}
 
     @property
     def home(self) -> DeviceTables:
@@ -290,7 +346,8 @@ class Plan:
                 seen = self.signature.look(groups, state)
         else:
             seen = self.signature.look(groups, state)
-        if seen == STALE:
+        self.has_grown = seen == GROWN
+        if seen in (STALE, GROWN):
             return False
         if seen == UNUSUAL and not all([bucket.lay_out_gradients() for bucket in self.buckets]):
             return False
@@ -370,6 +427,57 @@ def build_plan(
 ) -> Plan:
     """Check everything, create the state that is missing, and lay out the tables."""
     storage = storage_of(rule, storage)
+    check_overlap(checked(state, rule, participants, storage))
+    check_rounding({p.param.dtype for p in participants}, storage.rounding)
+    buckets = make_buckets(state, rule, participants, select_backend, storage)
+    return lay_out(groups, state, rule, reductions, buckets, tables_of)
+
+
+def grow_plan(
+    known: Plan,
+    groups: list[dict[str, Any]],
+    state: dict[Tensor, Any],
+    participants: list[Participant],
+    select_backend: Callable[[BucketKey], Any],
+    tables_of: Callable[[torch.device], DeviceTables],
+    storage: Storage,
+) -> Plan | None:
+    """A plan that said GROWN with rows for more parameters, in the order of a plan that is built anew.
+
+    None where memory is nested so that only that can tell whether anything overlaps.
+    """
+    storage = storage_of(known.rule, storage)
+    written = checked(state, known.rule, participants, storage)
+    check_overlap(written)
+    if not apart(known.buckets, written):
+        return None
+    buckets = make_buckets(state, known.rule, participants, select_backend, storage)
+    for bucket in known.buckets:
+        more = buckets.get(bucket.key)
+        buckets[bucket.key] = bucket.with_rows(more.rows if more is not None else [])
+    return lay_out(groups, state, known.rule, known.reductions, buckets, tables_of, known)
+
+
+def apart(buckets: list[Bucket], written: list[tuple[Tensor, str]]) -> bool:
+    """Whether the spans of memory of all rows, and of more tensors, are one beside the other."""
+    gapped = [row.local for bucket in buckets for row in bucket.rows if row.copy is not None]
+    tensors = [t for t in (*(tensor for tensor, _ in written), *gapped) if t.numel()]
+    for device in {bucket.key.device for bucket in buckets} | {t.device for t in tensors}:
+        spans = [pair for b in buckets if b.key.device == device for pair in b.spans()]
+        more = np.array([span_of(t) for t in tensors if t.device == device], dtype=np.int64)
+        begin = np.concatenate([*(begin for begin, _ in spans), *more.reshape(-1, 2).T[:1]])
+        end = np.concatenate([*(end for _, end in spans), *more.reshape(-1, 2).T[1:]])
+        order = np.argsort(begin[begin != 0], kind="stable")
+        begin, end = begin[begin != 0][order], end[begin != 0][order]
+        if (begin[1:] < np.maximum.accumulate(end)[:-1]).any():
+            return False
+    return True
+
+
+def checked(
+    state: dict[Tensor, Any], rule: Rule, participants: list[Participant], storage: Storage
+) -> list[tuple[Tensor, str]]:
+    """Raise unless all of them can take part; the tensors that a step writes, and their names."""
     written = []
     for param, _, label, *_ in participants:
         check_param(param, label)
@@ -382,8 +490,17 @@ def build_plan(
             for key in keys_of(rule, held)
             if key in held and is_dense(local(held[key]))
         ]
-    check_overlap(written)
-    check_rounding({p.param.dtype for p in participants}, storage.rounding)
+    return written
+
+
+def make_buckets(
+    state: dict[Tensor, Any],
+    rule: Rule,
+    participants: list[Participant],
+    select_backend: Callable[[BucketKey], Any],
+    storage: Storage,
+) -> dict[BucketKey, Bucket]:
+    """Their rows, with the state that is missing created."""
     keys = [BucketKey.of(p.param, state.get(p.param, {}), storage) for p in participants]
     backends = {key: select_backend(key) for key in keys}
     # Nothing can be refused from here on: state may be created.
@@ -393,8 +510,22 @@ def build_plan(
             held = state[participant.param]
             init_state(held, participant.param, rule, storage, participant.number)
             rows.setdefault(key, []).append(Row(participant, held, rule))
-        devices = list(dict.fromkeys(key.device for key in rows)) or [any_device(groups)]
-        in_order = sorted(rows, key=lambda key: devices.index(key.device))
-        buckets = [Bucket(key, rows[key], backends[key]) for key in in_order]
+        return {key: Bucket(key, rows[key], backends[key]) for key in rows}
+
+
+def lay_out(
+    groups: list[dict[str, Any]],
+    state: dict[Tensor, Any],
+    rule: Rule,
+    reductions: tuple[Rule, ...],
+    buckets: dict[BucketKey, Bucket],
+    tables_of: Callable[[torch.device], DeviceTables],
+    known: Plan | None = None,
+) -> Plan:
+    """Buckets in the order of their first parameters, those of one device together."""
+    in_order = sorted(buckets.values(), key=lambda bucket: bucket.rows[0].number)
+    devices = list(dict.fromkeys(b.key.device for b in in_order)) or [any_device(groups)]
+    in_order.sort(key=lambda bucket: devices.index(bucket.key.device))
+    with torch.inference_mode(False):
         tables = [tables_of(device) for device in devices]
-        return Plan(groups, state, rule, reductions, buckets, tables)
+        return Plan(groups, state, rule, reductions, in_order, tables, known)

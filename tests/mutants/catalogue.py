@@ -115,6 +115,27 @@ PLAN = of(
         "a complex parameter's gradient that turns real is refused",
     ),
     (
+        "plan-rows-in-the-order-of-their-coming",
+        "        order = np.argsort([row.number for row in every])\n",
+        "        order = np.arange(len(every))\n",
+        "tests/test_plans.py -k bits",
+        "a plan that has grown sums in the order of one that is built anew",
+    ),
+    (
+        "plan-growth-overlaps",
+        "    if not apart(known.buckets, written):\n",
+        "    if False:\n",
+        "tests/test_plans.py -k overlap",
+        "a parameter that joins shares no memory with those that are there",
+    ),
+    (
+        "plan-always-built-anew",
+        "        self.has_grown = seen == GROWN\n",
+        "",
+        "tests/test_plans.py -k bits",
+        "a parameter that joins costs no new plan of all the others",
+    ),
+    (
         "plan-autograd-not-told",
         "                increment_version(bucket.active)",
         "                pass",
@@ -209,8 +230,8 @@ NATIVE_SIGNATURE = of(
     ),
     (
         "signature-native-idle-parameters",
-        "      if (!gradient_of(param).is_none()) return STALE;\n",
-        "",
+        "grown = !gradient_of(idle_[i]).is_none();",
+        "grown = false;",
         "tests/test_contract.py -k frozen",
         "a parameter whose first gradient comes late joins in",
     ),
@@ -241,6 +262,13 @@ NATIVE_SIGNATURE = of(
         "    PyObject* fast = PyTuple_Check(iterable) ? PyList_New(0) : PySequence_Fast(iterable,",
         "tests/test_checkpoints.py -k 'in_tuples and native and NGNM'",
         "groups may be tuples",
+    ),
+    (
+        "signature-native-places-of-new-rows",
+        "slots_[i] = slots.at(static_cast<size_t>(places.at(i)));",
+        "slots_[i] = slots.at(i);",
+        "tests/test_plans.py",
+        "gradients belong to their parameters after others have joined",
     ),
     (
         "signature-native-keeps-gradients",
