@@ -5,7 +5,7 @@ A plan is built once and kept while nothing but gradients moves; its signature d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -281,7 +281,9 @@ class Plan:
         self.rule = rule
         self.reductions = reductions
         self.buckets = buckets
+        self._drafting = [bucket for bucket in buckets if bucket.backend.takes_tensors]
         self.devices = devices
+        # Rows with gaps in memory, and where their gradients' addresses are.
         self._gapped = [
             (row, bucket.table[Column.G, i : i + 1])
             for bucket in buckets
@@ -346,8 +348,8 @@ class Plan:
                 seen = self.signature.look(groups, state)
         else:
             seen = self.signature.look(groups, state)
-        self.has_grown = seen == GROWN
-        if seen in (STALE, GROWN):
+        if seen >= STALE:
+            self.has_grown = seen == GROWN
             return False
         if seen == UNUSUAL and not all([bucket.lay_out_gradients() for bucket in self.buckets]):
             return False
@@ -359,15 +361,15 @@ class Plan:
             if bucket.backend.takes_tensors:
                 for row in bucket.rows:
                     row.hold_gradient()
-        for row in self._copied():
-            row.dense.copy_(row.local)
+        for row, address in self._gapped:
+            if address[0] != 0:
+                row.dense.copy_(row.local)
         return True
 
     def draft(self) -> None:
         """Let backends that allocate memory in a step do so, before any of them writes anything."""
-        for bucket in self.buckets:
-            if bucket.backend.takes_tensors:
-                bucket.backend.draft(bucket, self.rule)
+        for bucket in self._drafting:
+            bucket.backend.draft(bucket, self.rule)
 
     def finish(self) -> None:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
@@ -377,13 +379,10 @@ class Plan:
                     row.held = None
             else:
                 increment_version(bucket.active)
-        for row in self._copied():
-            row.local.copy_(row.dense)
+        for row, address in self._gapped:
+            if address[0] != 0:  # one without a gradient is left alone
+                row.local.copy_(row.dense)
         self.signature.release()
-
-    def _copied(self) -> Iterator[Row]:
-        """The rows with gaps in memory that take part in this step."""
-        return (row for row, address in self._gapped if address[0] != 0)
 
     def share_sums(self) -> None:
         """Bring every bucket's sums to every device."""
