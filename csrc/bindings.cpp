@@ -257,6 +257,7 @@ PYBIND11_MODULE(_cpu, module) {
            py::arg("state"), py::arg("rows"), py::arg("columns"), py::arg("api"))
       .def_static("understands", &ngn::Signature::understands, py::arg("api"))
       .def("look", &ngn::Signature::look, py::arg("groups"), py::arg("state"))
+      .def("extend", &ngn::Signature::extend, py::arg("state"), py::arg("rows"), py::arg("columns"), py::arg("places"))
       .def("release", &ngn::Signature::release);
 
   module.def("layout", &layout, "Where each field of a table lies, in words of 8 bytes.");

@@ -274,6 +274,14 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the memory of its elements begins and ends; it has at least one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def check_overlap(tensors: list[tuple[Tensor, str]]) -> None:
     """Raise if a tensor that a step writes shares memory with itself or with another one."""
     spans = []
@@ -285,11 +293,7 @@ def check_overlap(tensors: list[tuple[Tensor, str]]) -> None:
                 f"{label} overlaps itself in memory (strides {tensor.stride()}); "
                 "give the optimizer a tensor that owns its elements, such as its clone()"
             )
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * stride for size, stride in steps)
-        start = tensor.data_ptr()
-        end = start + (last + 1) * tensor.element_size()
-        spans.append((str(tensor.device), start, end, tensor, label))
+        spans.append((str(tensor.device), *span_of(tensor), tensor, label))
     spans.sort(key=lambda span: span[:3])
     reaching: list[tuple[str, int, int, Tensor, str]] = []
     for span in spans:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypedDict
@@ -378,9 +378,13 @@ class NGNOptimizer(Optimizer):
             value = whole_loss(value)
             self._check_height(value)
         values, device_lrs = self._group_values()
-        plan = self._valid_plan(exchange)
-        self._plan = None  # one whose step fails is not kept
-        draft = self._draft() if plan is None else None
+        known, self._plan = self._plan, None  # one whose step fails is not kept
+        plan = known if known is not None and self._fits(known, exchange) else None
+        draft = None
+        if plan is None:
+            draft = self._draft()
+        elif not plan.look(self.param_groups, self.state):
+            draft, plan = self._draft(plan if plan.has_grown else None), None
         if exchange is not None:
             exchange.agreement = self._agreement(plan, values, device_lrs)
             exchange.has_gradients = has_gradients(self.param_groups)
@@ -474,27 +478,30 @@ class NGNOptimizer(Optimizer):
         if reason is not Reason.NONE:
             warn(f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning)
 
-    def _valid_plan(self, exchange: Exchange | None) -> Plan | None:
-        """The plan of the last step, if nothing but gradients has moved since."""
-        plan, rule = self._plan, self.rule
-        valid = (
-            plan is not None
-            and plan.rule == rule
+    def _fits(self, plan: Plan, exchange: Exchange | None) -> bool:
+        """Whether a plan is of this step's rule, passes and ranks."""
+        return (
+            plan.rule == self.rule
             and plan.clipping == (self._max_grad_norm is not None)
             and plan.is_of(None if exchange is None else exchange.group)
-            and plan.look(self.param_groups, self.state)
         )
-        return plan if valid else None
 
-    def _draft(self) -> Draft:
-        participants = [
-            Participant(param, group, label, self._ranks.copies(param, label), number)
-            for number, (group, place, param) in enumerate(self._all_params())
-            if param.grad is not None or "step" in self.state.get(param, ())
-            for label in [self._label(group, place)]
-        ]
+    def _draft(self, known: Plan | None = None) -> Draft:
+        """Of parameters that take part, or of those that join a known plan."""
         select = partial(select_backend, self.backend)
-        return draft_plan(self.state, self.rule, participants, select, self._storage)
+        participants = list(self._participants(known))
+        draft = draft_plan(self.state, self.rule, participants, select, self._storage, known)
+        return self._draft() if draft is None else draft
+
+    def _participants(self, known: Plan | None) -> Iterator[Participant]:
+        """Parameters that have a gradient, or had one before, and have no row in a known plan."""
+        there: Collection[int] = () if known is None else known.params
+        for number, (group, place, param) in enumerate(self._all_params()):
+            if id(param) not in there and (
+                param.grad is not None or (known is None and "step" in self.state.get(param, ()))
+            ):
+                label = self._label(group, place)
+                yield Participant(param, group, label, self._ranks.copies(param, label), number)
 
     def _make_plan(self, draft: Draft, exchange: Exchange | None) -> Plan:
         group = None if exchange is None else exchange.group

@@ -12,6 +12,7 @@ from helpers import real64
 from oracle import Array, Group, Oracle, Variable
 from torch import Tensor
 
+from ngn_kernels.checkpoint import plain_state
 from ngn_kernels.formats import (
     QUANTUM,
     REMAINDER,
@@ -20,7 +21,6 @@ from ngn_kernels.formats import (
     quanta,
     rounding_of,
 )
-from ngn_kernels.checkpoint import plain_state
 
 
 class Tolerance(NamedTuple):
