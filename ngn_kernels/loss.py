@@ -167,8 +167,9 @@ class PendingLoss:
                 self.clear()
                 raise
         if loss is not None:
-            self.drop_stale(groups, in_place=False)
-            if returned is not None or self:
+            if self._total is not None:
+                self.drop_stale(groups, in_place=False)
+            if returned is not None or self._total is not None:
                 self.clear()
                 raise RuntimeError(
                     f"the loss came from two sources at once: {HOW_TO_PASS_THE_LOSS}"
