@@ -706,6 +706,25 @@ def test_lightning_without_accumulation_needs_no_line(name: str) -> None:
     assert distance(module.net, by_hand(Case(bf16=True), DIVIDE_BY_SETTING)) <= 1e-6
 
 
+def test_lightning_with_a_scaler_says_which_line_to_write() -> None:
+    """Its plugin runs the closure itself and calls a bare step()."""
+    package = importlib.import_module("lightning.pytorch")
+    plugins = [runs.Unrounded(importlib.import_module("lightning.pytorch.plugins.precision"))]
+    module = runs.lightning_module(package, Case())
+    with pytest.raises(RuntimeError, match=r"callbacks=\[.*FeedLoss\(\)\]"):
+        runs.lightning_trainer(package, plugins=plugins).fit(module, runs.loader())
+
+
+def test_accelerate_says_which_line_to_write() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(net := Model(), optimizer_of(net))
+    accelerator.backward(model(**batches()[0])["loss"])
+    with pytest.raises(RuntimeError, match=r"feed_loss\(trainer\)"):
+        optimizer.step()
+
+
 def test_manual_optimization_and_fabric_say_which_line_to_write() -> None:
     from lightning.fabric import Fabric
 
