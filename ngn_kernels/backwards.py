@@ -108,7 +108,7 @@ class BackwardCounter:
             ((i, j), param)
             for i, group in enumerate(groups)
             for j, param in enumerate(group["params"])
-            if param.requires_grad and not is_lazy(param) and param.numel()
+            if _can_be_hooked(param)
         ]
         # In turn, so that one that every batch reaches is found and stays.
         later = (item for item in places if current is not None and item[0] > self._place)
@@ -199,6 +199,10 @@ class BackwardCounter:
         task = torch._C._current_graph_task_id()
         if task < 0 or task != self._task:
             self._task, self.count = task, self.count + 1
+
+
+def _can_be_hooked(param: Tensor) -> bool:
+    return param.requires_grad and param.is_leaf and not is_lazy(param) and param.numel() > 0
 
 
 def version(grad: Tensor) -> int:

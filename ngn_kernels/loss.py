@@ -52,7 +52,7 @@ class PendingLoss:
     def __init__(self) -> None:
         self.backwards = BackwardCounter()
         self._used: GradientMarks | None = None  # what a step has used or zero_grad() has zeroed
-        self._used_by_step = False  # the same, where the counter has seen every backward pass
+        self._used_by_step = False  # the same, where the witness stands for all gradients
         self._warned = False
         self.clear()
 
@@ -123,8 +123,9 @@ class PendingLoss:
             return None
         value = self._total / self._weight
         self.clear()
-        self._used_by_step = self.backwards.count > 0
-        self._used = None if self._used_by_step else GradientMarks(params_of(groups))
+        witness = self.backwards.witness(groups) if self.backwards.count else None
+        self._used_by_step = witness is not None
+        self._used = GradientMarks(params_of(groups) if witness is None else [witness])
         return value
 
     def before_zero_grad(self, groups: Groups) -> None:
@@ -143,7 +144,7 @@ class PendingLoss:
             return True
         if self._used_by_step:
             witness = self.backwards.witness(groups)
-            if witness is not None and witness.grad is not None:
+            if witness is not None and witness.grad is not None and not self._is_unused(witness):
                 return False
         return any(map(self._is_unused, params_of(groups)))
 
@@ -169,8 +170,9 @@ class PendingLoss:
                 self.clear()
                 raise
         if loss is not None:
-            self.drop_stale(groups, in_place=False)
-            if returned is not None or self:
+            if self._total is not None:
+                self.drop_stale(groups, in_place=False)
+            if returned is not None or self._total is not None:
                 self.clear()
                 raise RuntimeError(
                     f"the loss came from two sources at once: {HOW_TO_PASS_THE_LOSS}"

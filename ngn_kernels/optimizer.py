@@ -270,6 +270,8 @@ class NGNOptimizer(Optimizer):
     def add_loss(self, share: float | Tensor) -> None:
         """Add to the loss of the next ``step()`` what a ``backward()`` is called on.
 
+        It is dropped with its gradients, where these are cleared before a step has used them.
+
         Args:
             share: such as ``loss / n`` where n micro-batches make a step; before any loss scale.
         """
@@ -281,7 +283,8 @@ class NGNOptimizer(Optimizer):
 
         Args:
             loss: the loss of one micro-batch.
-            weight: its share, such as its number of samples or tokens; greater than 0.
+            weight: its share, such as its number of samples or tokens; greater than 0. A tensor
+                must be on the host.
         """
         weight = read_weight(weight)
         self._pending.set(loss, weight, self.param_groups)
@@ -314,8 +317,9 @@ class NGNOptimizer(Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss. What ``add_loss`` or ``set_loss``
-                gave, before or in the closure, goes before what it returns.
-            loss: the loss that the gradients belong to, a number or a tensor with one element.
+                gave, before or in the closure, takes precedence over what it returns.
+            loss: the loss that the gradients belong to, a number or a tensor with one element; of
+                several ``backward()`` calls their sum. A closure beside it must return None.
 
         Returns:
             The loss as it was given, or what the closure returned.

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ngn_kernels import SkippedStepWarning
+from ngn_kernels.checks import is_dense
 
 NAN, INF = float("nan"), float("inf")
 STATE = ("momentum_buffer", "exp_avg_sq")
@@ -494,6 +495,53 @@ def a_copy_takes_over(life: Life, rng: random.Random) -> None:
         life.optimizer.step()
 
     return life.take(rng, step)
+
+
+# Real backward passes
+
+
+@event(4)
+def batches_are_discarded(life: Life, rng: random.Random) -> Any:
+    """Cleared by a module, which the optimizer does not see, with a loss given for them."""
+    if life.frozen:
+        return False
+    for p in life.params:
+        if p.grad is not None and not is_dense(p.grad):
+            p.grad = None  # autograd cannot add to an expanded one
+    module = torch.nn.ParameterList(life.params)
+    set_to_none, first, by_mean = (rng.random() < 0.5 for _ in range(3))
+    give = life.optimizer.set_loss if by_mean else life.optimizer.add_loss
+    module.zero_grad(set_to_none=set_to_none)
+    for _ in range(rng.randint(1, 3)):
+        backward(life, rng, give, [1000.0], first)
+    module.zero_grad(set_to_none=set_to_none)
+
+    pair = Pair(life.algorithm, life.optimizer, **life.options)
+    start = [np.abs(real64(p)) for p in life.params]
+    loss, parts = life.new_loss(rng), rng.randint(1, 3)
+    shares = [loss] * parts if by_mean else [loss / parts] * parts
+    backward(life, rng, give, shares, first)
+    pair.expect(loss)
+    life.optimizer.step(*rng.choice(((), (lambda: None,))))
+    life.steps += 1
+    if life.kind == "wide":
+        life.compare(pair, start)
+    else:
+        pair.check_step()
+    module.zero_grad()
+
+
+def backward(
+    life: Life, rng: random.Random, give: Callable[[float], None], shares: list[float], first: bool
+) -> None:
+    """Of one micro-batch for each share, which reaches every parameter."""
+    for share in shares:
+        if first:
+            give(share)
+        grads = [torch.randn(p.shape, generator=life.generator, dtype=p.dtype) for p in life.params]
+        torch.autograd.backward(life.params, [g / len(shares) for g in grads])
+        if not first:
+            give(share)
 
 
 # Ways to step

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import NGNM, NGNMDv1
-from helpers import snapshot
+from helpers import random_gradients, snapshot
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn import Parameter
@@ -271,6 +271,82 @@ def test_gradients_that_are_not_added_in_place_keep_their_loss(backend: str) -> 
         by_hand(one)  # or its graph would keep itself alive
 
 
+# Gradients that no hook sees
+
+
+def test_gradients_made_by_hand_that_were_thrown_away(backend: str) -> None:
+    run, plain = Run(backend), Run(backend)
+    params = list(run.model.parameters())
+    for k in range(3):
+        random_gradients(params, seed=100)
+        run.optimizer.add_loss(9.0)
+        by_hand(run)
+        if k == 1:
+            run.optimizer.zero_grad()
+            random_gradients(params, seed=k)
+            run.optimizer.add_loss(1.0)
+        else:
+            run.optimizer.add_loss(1.0)
+            random_gradients(params, seed=k)
+        run.optimizer.step()
+        random_gradients(plain.model.parameters(), seed=k)
+        plain.optimizer.step(loss=1.0)
+        assert same(run, plain)
+
+
+def test_gradients_made_by_hand_after_a_real_step(backend: str) -> None:
+    """The hooks saw those of the step before."""
+    run, plain = Run(backend), Run(backend)
+    for k in range(2):
+        micro_batch(run, "add_loss", False, 2 * k)
+        micro_batch(run, "add_loss", False, 2 * k + 1)
+        run.optimizer.step()
+        plain.plain_step(2 * k, 2 * k + 1)
+        random_gradients(run.model.parameters(), seed=100)
+        run.optimizer.add_loss(9.0)
+        run.optimizer.zero_grad()
+        random_gradients(run.model.parameters(), seed=k)
+        run.optimizer.add_loss(1.0)
+        run.optimizer.step()
+        random_gradients(plain.model.parameters(), seed=k)
+        plain.optimizer.step(loss=1.0)
+        assert same(run, plain)
+        run.model.zero_grad()
+
+
+def test_gradients_changed_by_hand_are_new_ones(backend: str) -> None:
+    """In place, after a step or zero_grad() has left them there."""
+    run, plain = Run(backend), Run(backend)
+    for one in (run, plain):
+        random_gradients(one.model.parameters(), seed=0)
+    for k in range(2):
+        for value in (9.0, 1.0):
+            run.optimizer.zero_grad(set_to_none=False)
+            for p in run.model.parameters():
+                assert p.grad is not None
+                p.grad.add_(k + 1)
+            run.optimizer.add_loss(value)
+        run.optimizer.step()
+        for p in plain.model.parameters():
+            p.grad = torch.full_like(p, k + 1)
+        plain.optimizer.step(loss=1.0)
+        assert same(run, plain)
+
+
+def test_one_gradient_made_by_hand_beside_used_ones(backend: str) -> None:
+    run, plain = Run(backend), Run(backend)
+    for k in range(3):
+        for one in (run, plain):
+            random_gradients(one.model.parameters(), seed=k)
+        run.optimizer.add_loss(1.0)
+        run.optimizer.step()
+        plain.optimizer.step(loss=1.0)
+        assert same(run, plain)
+        run.model.layers[2].bias.grad = torch.ones(4)
+        run.optimizer.add_loss(9.0)
+        run.optimizer.zero_grad()
+
+
 # The witness
 
 
@@ -440,6 +516,61 @@ def test_lazy_and_empty_parameters(backend: str) -> None:
     assert not empty._backward_hooks
     optimizer.add_param_group({"params": [Parameter(torch.ones(2), requires_grad=False)]})
     assert optimizer.step() is None
+
+
+def test_a_tensor_that_is_no_leaf(backend: str) -> None:
+    """torch's optimizers take one that retains its gradient; hooks of the second kind do not."""
+    leaf = torch.ones(3, requires_grad=True)
+    inner = leaf * 2
+    inner.retain_grad()
+    optimizer = NGNM.simple([inner], lr=0.1, backend=backend)
+    inner.square().sum().backward()
+    optimizer.step(loss=1.0)
+    assert inner.tolist() != [2, 2, 2]
+
+
+def test_gradients_on_a_device_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There nobody knows what an operation in place has done: no loss is dropped, none refused."""
+    monkeypatch.setattr("ngn_kernels.backwards.is_zero", lambda grad: None)
+    run, plain = Run(), Run()
+    micro_batch(run, "add_loss", False, 0)
+    nn.utils.clip_grad_norm_(run.model.parameters(), 10.0)
+    micro_batch(run, "add_loss", False, 1)
+    run.optimizer.step()
+    plain.plain_step(0, 1)
+    assert same(run, plain)
+    run.optimizer.zero_grad()
+    for _ in range(2):
+        run.loss(3).backward()
+        set_to_zero(run)
+
+    def closure() -> Any:
+        loss = run.loss(4)
+        loss.backward()
+        return loss
+
+    run.optimizer.step(closure)
+    plain.plain_step(4)
+    assert same(run, plain)
+
+
+def test_an_interrupted_pass_is_not_counted(backend: str) -> None:
+    run, plain = Run(backend), Run(backend)
+    for stop in (run.model.layers[2].weight, run.model.layers[0].weight):
+        handle = stop.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            micro_batch(run, "add_loss", False, 100)
+        with pytest.raises(ZeroDivisionError):
+            micro_batch(run, "add_loss", True, 100)
+        handle.remove()
+        run.optimizer.drop_loss()
+        run.model.zero_grad()
+        loss = run.loss(0)
+        loss.backward()
+        run.optimizer.step(loss=loss)
+        plain.plain_step(0)
+        assert same(run, plain)
+        run.model.zero_grad()
 
 
 def test_state_is_loaded_beside_the_hooks(backend: str) -> None:
@@ -839,6 +970,8 @@ for k in range(5):
     graphs.append(counters["stats"]["unique_graphs"])
 assert all(map(torch.allclose, model.parameters(), twin.parameters()))
 assert 0 < graphs[2] == graphs[4], graphs
+inside = ("_getframe", "_current_graph_task_id", "_current_autograd_node")  # the hooks
+assert not [r for r in counters["graph_break"] if any(name in r for name in inside)]
 """
 
 
