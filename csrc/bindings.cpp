@@ -55,6 +55,27 @@ void check(bool ok, const char* message) {
   if (!ok) throw py::value_error(message);
 }
 
+// Python's enums take any number; every switch relies on these being the named ones.
+void check_known(DType type) {
+  switch (type) {
+    case DType::float64:
+    case DType::float32:
+    case DType::bfloat16:
+    case DType::float16:
+    case DType::int8:
+    case DType::uint8: return;
+  }
+  throw py::value_error("no such element type");
+}
+void check_known(Rounding rounding) {
+  switch (rounding) {
+    case Rounding::nearest:
+    case Rounding::stochastic:
+    case Rounding::exact: return;
+  }
+  throw py::value_error("no such rounding");
+}
+
 template <typename Array>
 void check_shape(const Array& array, const char* name, py::ssize_t rows, py::ssize_t columns) {
   const bool ok = array.ndim() == 2 && (rows < 0 || array.shape(0) == rows) &&
@@ -79,6 +100,8 @@ class BucketTables {
     check(counts_.ndim() == 1 && counts_.shape(0) == 3, "counts must hold 3 numbers");
     check(sizes_.ndim() == 1 && sizes_.shape(0) == 1 + groups_.shape(0), "sizes must hold one number more than groups");
     check(index >= 0 && index < sums_.shape(0), "index is not a row of sums");
+    for (const DType type : {x_type, g_type, m_type, v_type}) check_known(type);
+    check_known(rounding);
     check(rounding != Rounding::exact || x_type == DType::bfloat16, "exact rounding needs bfloat16 parameters");
     check(is_state(m_type) || m_type == DType::int8, "m must be float32, float64, bfloat16 or int8");
     check(is_state(v_type) || v_type == DType::uint8, "v must be float32, float64, bfloat16 or uint8");
@@ -166,6 +189,7 @@ class BucketTables {
 using FloatArray = py::array_t<float, py::array::c_style>;
 
 void check_column(const FloatArray& values, const py::array& data, const py::array& scales, DType type) {
+  check_known(type);
   const bool coded = type == DType::int8 || type == DType::uint8;
   check(coded || type == DType::bfloat16, "only int8, uint8 and bfloat16 are codes");
   check(data.nbytes() == values.size() * (coded ? 1 : 2), "there must be as many codes as numbers");
@@ -233,6 +257,7 @@ PYBIND11_MODULE(_cpu, module) {
            py::arg("state"), py::arg("rows"), py::arg("columns"), py::arg("api"))
       .def_static("understands", &ngn::Signature::understands, py::arg("api"))
       .def("look", &ngn::Signature::look, py::arg("groups"), py::arg("state"))
+      .def("extend", &ngn::Signature::extend, py::arg("state"), py::arg("rows"), py::arg("columns"), py::arg("places"))
       .def("release", &ngn::Signature::release);
 
   module.def("layout", &layout, "Where each field of a table lies, in words of 8 bytes.");
@@ -240,6 +265,8 @@ PYBIND11_MODULE(_cpu, module) {
   module.def("encode", [](const FloatArray& values, py::array data, py::array scales, DType type, Rounding rounding,
                           int64_t noise_key, int64_t step_count, int64_t first) {
     check_column(values, data, scales, type);
+    check_known(rounding);
+    check(rounding != Rounding::exact, "a column of the state has no remainders");
     current->encode(values.data(), values.size(), noise_key, step_count, first,
                     {data.mutable_data(), scales.mutable_data(), type, rounding});
   }, py::arg("values").noconvert(), py::arg("data"), py::arg("scales"), py::arg("type"), py::arg("rounding"),

@@ -69,14 +69,21 @@ inline T overflow_limit(DType type) {
     case DType::int8: return static_cast<T>(0x1.fc0002p127);  // after 127 times the largest scale
     case DType::uint8: return infinity;
   }
-  return infinity;
+  __builtin_unreachable();
 }
 
 // The smallest magnitude that rounding at random may take to infinity.
 template <typename T>
 inline T stochastic_limit(DType type) {
-  if (type == DType::bfloat16) return static_cast<T>(0x1.fe0002p127);
-  return type == DType::float16 ? static_cast<T>(0x1.ffc002p15) : overflow_limit<T>(type);
+  switch (type) {
+    case DType::bfloat16: return static_cast<T>(0x1.fe0002p127);
+    case DType::float16: return static_cast<T>(0x1.ffc002p15);
+    case DType::float64:
+    case DType::float32:
+    case DType::int8:
+    case DType::uint8: return overflow_limit<T>(type);
+  }
+  __builtin_unreachable();
 }
 
 inline int64_t size_of(DType type) {
@@ -88,10 +95,10 @@ inline int64_t size_of(DType type) {
     case DType::int8:
     case DType::uint8: return 1;
   }
-  return 0;
+  __builtin_unreachable();
 }
 
-// Of a type that has an element for each number.
+// Of a type that has an element for each number; the codes of int8 and uint8 mean nothing without their scales.
 template <typename F>
 inline void with_type(DType type, F&& f) {
   switch (type) {
@@ -100,8 +107,9 @@ inline void with_type(DType type, F&& f) {
     case DType::bfloat16: return f(bfloat16{});
     case DType::float16: return f(float16{});
     case DType::int8:
-    case DType::uint8: return;
+    case DType::uint8: break;
   }
+  __builtin_trap();
 }
 
 }  // namespace NGN_ISA

@@ -87,17 +87,21 @@ class QuantumColumn {
   bool is_stochastic() const { return rounding_ == Rounding::stochastic; }
 
   NGN_INLINE Quantum<Floats> load(int64_t i) const {
-    if (type_ == DType::float32) {
-      Quantum<Floats> value;
-      NGN_EACH_VECTOR(j) value[j] = ngn::load(at<float>(i) + j * WIDTH);
-      return value;
+    switch (type_) {
+      case DType::float32: {
+        Quantum<Floats> value;
+        NGN_EACH_VECTOR(j) value[j] = ngn::load(at<float>(i) + j * WIDTH);
+        return value;
+      }
+      case DType::bfloat16:
+        if (rounding_ == Rounding::exact) return join_bfloat16(at<uint16_t>(i), remainder(i));
+        return decode_bfloat16(at<uint16_t>(i));
+      case DType::int8: return decode_m(at<int8_t>(i), *scale_at<float>(i));
+      case DType::uint8: return decode_v(at<uint8_t>(i), *scale_at<uint32_t>(i));
+      case DType::float16:
+      case DType::float64: return load_elements(at<char>(i), type_);
     }
-    if (type_ == DType::bfloat16) {
-      return rounding_ == Rounding::exact ? join_bfloat16(at<uint16_t>(i), remainder(i)) : decode_bfloat16(at<uint16_t>(i));
-    }
-    if (type_ == DType::int8) return decode_m(at<int8_t>(i), *scale_at<float>(i));
-    if (type_ == DType::uint8) return decode_v(at<uint8_t>(i), *scale_at<uint32_t>(i));
-    return load_elements(at<char>(i), type_);
+    __builtin_unreachable();
   }
 
   NGN_INLINE Quantum<Floats> load_scaled(int64_t i, float factor) const {
@@ -110,35 +114,40 @@ class QuantumColumn {
 
   // What the codes of a quantum depend on: it takes long enough to be worth asking for ahead of store().
   NGN_INLINE Scale scale_of(const Quantum<Floats>& value) const {
-    if (type_ == DType::int8) return {exponent_of_m(value), true};
-    if (type_ == DType::uint8) return scale_of_v(value);
-    return {};
+    switch (type_) {
+      case DType::int8: return {exponent_of_m(value), true};
+      case DType::uint8: return scale_of_v(value);
+      case DType::float64:
+      case DType::float32:
+      case DType::bfloat16:
+      case DType::float16: return {};
+    }
+    __builtin_unreachable();
   }
 
   NGN_INLINE void store(int64_t i, const Quantum<Floats>& value, Scale scale, const Quantum<Words>& noise) const {
-    if (type_ == DType::float32) {
-      NGN_EACH_VECTOR(j) ngn::store(at<float>(i) + j * WIDTH, value[j]);
-    } else if (type_ == DType::bfloat16) {
-      if (rounding_ == Rounding::exact) {
-        split_bfloat16(value, at<uint16_t>(i), remainder(i));
-      } else if (rounding_ == Rounding::stochastic) {
-        stochastic_bfloat16(value, noise, at<uint16_t>(i));
-      } else {
-        nearest_bfloat16(value, at<uint16_t>(i));
-      }
-    } else if (type_ == DType::int8) {
-      *scale_at<float>(i) = bit_cast<float>(scale.word << 23);
-      encode_m(value, scale.word, noise, at<int8_t>(i));
-    } else if (type_ == DType::uint8) {
-      *scale_at<uint32_t>(i) = scale.word;
-      if (__builtin_expect(scale.plain, 1)) {
-        encode_v<true>(value, scale.word, noise, at<uint8_t>(i));
-      } else {
-        encode_v<false>(value, scale.word, noise, at<uint8_t>(i));
-      }
-    } else {
-      encode_float16(value, is_stochastic(), noise, at<char>(i));
+    switch (type_) {
+      case DType::float32:
+        NGN_EACH_VECTOR(j) ngn::store(at<float>(i) + j * WIDTH, value[j]);
+        return;
+      case DType::bfloat16:
+        switch (rounding_) {
+          case Rounding::nearest: return nearest_bfloat16(value, at<uint16_t>(i));
+          case Rounding::stochastic: return stochastic_bfloat16(value, noise, at<uint16_t>(i));
+          case Rounding::exact: return split_bfloat16(value, at<uint16_t>(i), remainder(i));
+        }
+        __builtin_unreachable();
+      case DType::int8:
+        *scale_at<float>(i) = bit_cast<float>(scale.word << 23);
+        return encode_m(value, scale.word, noise, at<int8_t>(i));
+      case DType::uint8:
+        *scale_at<uint32_t>(i) = scale.word;
+        if (__builtin_expect(scale.plain, 1)) return encode_v<true>(value, scale.word, noise, at<uint8_t>(i));
+        return encode_v<false>(value, scale.word, noise, at<uint8_t>(i));
+      case DType::float16: return encode_float16(value, is_stochastic(), noise, at<char>(i));
+      case DType::float64: return store_float64(value, at<char>(i));
     }
+    __builtin_unreachable();
   }
 
   // The first quantum.

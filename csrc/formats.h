@@ -416,7 +416,7 @@ inline float16 stochastic_float16(float value, uint32_t noise) {
   return {static_cast<uint16_t>((magnitude < 0x38800000 ? subnormal : normal) | ((bits >> 16) & 0x8000))};
 }
 
-__attribute__((noinline)) inline void narrow_elements(const float* value, const uint32_t* noise, bool stochastic, void* to) {
+__attribute__((noinline)) inline void narrow_to_float16(const float* value, const uint32_t* noise, bool stochastic, void* to) {
   float16 half[QUANTUM];
   for (int i = 0; stochastic && i < QUANTUM; ++i) half[i] = stochastic_float16(value[i], noise[i]);
   for (int i = 0; !stochastic && i < QUANTUM; ++i) narrow(value[i], half[i]);
@@ -432,7 +432,21 @@ NGN_INLINE void encode_float16(const Quantum<Floats>& quantum, bool stochastic, 
     std::memcpy(value + j * WIDTH, &floats, sizeof(floats));
     std::memcpy(random + j * WIDTH, &words, sizeof(words));
   }
-  narrow_elements(value, random, stochastic, to);
+  narrow_to_float16(value, random, stochastic, to);
+}
+
+// What is the same in float32 stays as it is: elements that keep their old numbers keep all of their bits.
+__attribute__((noinline)) inline void widen_to_float64(const float* value, void* to) {
+  double wide[QUANTUM];
+  std::memcpy(wide, to, sizeof(wide));
+  for (int i = 0; i < QUANTUM; ++i) wide[i] = static_cast<float>(wide[i]) == value[i] ? wide[i] : value[i];
+  std::memcpy(to, wide, sizeof(wide));
+}
+
+NGN_INLINE void store_float64(const Quantum<Floats>& quantum, void* to) {
+  alignas(64) float value[QUANTUM];
+  NGN_EACH_VECTOR(j) store(value + j * WIDTH, quantum[j]);
+  widen_to_float64(value, to);
 }
 
 }  // namespace NGN_ISA

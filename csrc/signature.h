@@ -41,6 +41,7 @@ struct Tensor {
 
   int64_t address() const { return reinterpret_cast<int64_t>(data) + static_cast<int64_t>(byte_offset); }
 };
+constexpr uint8_t COMPLEX = 5;  // code of a data type
 struct Version { uint32_t major, minor; };
 struct ExchangeApi {
   Version version;
@@ -54,7 +55,7 @@ struct ExchangeApi {
 }  // namespace dlpack
 
 // What a look at all tensors tells; signature.py has the same numbers.
-enum Seen : int { SAME, MOVED, UNUSUAL, STALE };
+enum Seen : int { SAME, MOVED, UNUSUAL, STALE, GROWN };
 
 inline py::object interned(const char* name) {
   return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
@@ -113,37 +114,53 @@ class Signature {
       sizes_.push_back(py::len(group));
       for (const py::handle param : group) params_.push_back(py::reinterpret_borrow<py::object>(param));
     }
+    extend(state, rows, columns, py::array_t<int64_t>(0));
+  }
+
+  // Parameters that had no row have one now. `columns` take the place of the old ones; `places` are those of all
+  // rows in them, the old rows first, or empty where that is their order.
+  void extend(const py::dict& state, const py::list& rows, const py::list& columns, const py::array_t<int64_t>& places) {
+    states_.clear();
     for (const auto& item : state) {
       states_.push_back(py::reinterpret_borrow<py::object>(item.first));
       states_.push_back(py::reinterpret_borrow<py::object>(item.second));
     }
     for (const py::handle item : rows) add_row(py::reinterpret_borrow<py::tuple>(item));
     held_.resize(rows_.size());
+    columns_.clear();
+    std::vector<int64_t*> slots;
     for (const py::handle item : columns) {
       auto column = py::reinterpret_borrow<py::array_t<int64_t>>(item);
-      for (py::ssize_t i = 0; i < column.size(); ++i) slots_.push_back(column.mutable_data(i));
+      for (py::ssize_t i = 0; i < column.size(); ++i) slots.push_back(column.mutable_data(i));
       columns_.push_back(std::move(column));
     }
-    if (slots_.size() != rows_.size()) throw py::value_error("columns must have one number per row");
+    if (slots.size() != rows_.size()) throw py::value_error("columns must have one number per row");
+    slots_ = slots;
+    if (places.size() > 0) {
+      if (static_cast<size_t>(places.size()) != slots.size()) throw py::value_error("each row must have a place");
+      for (size_t i = 0; i < slots.size(); ++i) slots_[i] = slots.at(static_cast<size_t>(places.at(i)));
+    }
     std::unordered_set<PyObject*> taken;
     for (const Row& row : rows_) taken.insert(row.param.ptr());
+    idle_.clear();
     for (const py::object& param : params_) {
       if (!taken.count(param.ptr())) idle_.push_back(param.ptr());
     }
   }
 
-  // Compare all with what was there at the start. Unless STALE: the gradients' addresses are in the
-  // columns (0 for none, UNUSUAL_ADDRESS where a closer look is needed), and they are held.
-  int look(const py::list& groups, const py::dict& state) {
+  // Compare all with what was there at the start. GROWN: all is as it was, but for gradients of parameters without
+  // a row. Unless that or STALE: the gradients' addresses are in the columns (0 for none, UNUSUAL_ADDRESS where
+  // a closer look is needed), and they are held.
+  int look(const py::object& groups, const py::dict& state) {
     if (!same_groups(groups) || !same_state(state)) return STALE;
-    for (PyObject* param : idle_) {
-      if (!gradient_of(param).is_none()) return STALE;
-    }
+    bool grown = false;
+    for (size_t i = 0; i < idle_.size() && !grown; ++i) grown = !gradient_of(idle_[i]).is_none();
     // Two loops: each one's code stays in the instruction cache, both together would not.
     for (size_t i = 0; i < rows_.size(); ++i) {
       if (i + AHEAD < rows_.size()) fetch(rows_[i + AHEAD]);
       if (is_stale(rows_[i])) return STALE;
     }
+    if (grown) return GROWN;
     int seen = SAME;
     for (size_t i = 0; i < rows_.size(); ++i) {
       held_[i] = gradient_of(rows_[i].param.ptr());
@@ -278,15 +295,25 @@ class Signature {
     return place;
   }
 
-  bool same_groups(const py::list& groups) const {
-    if (groups.size() != sizes_.size()) return false;
+  // Itself if it is a list or a tuple, and otherwise a list of what it holds.
+  static py::object sequence(PyObject* iterable) {
+    PyObject* fast = PySequence_Fast(iterable, "groups and their parameters must be sequences");
+    if (!fast) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(fast);
+  }
+
+  bool same_groups(const py::object& given) const {
+    const py::object groups = sequence(given.ptr());
+    if (static_cast<size_t>(PySequence_Fast_GET_SIZE(groups.ptr())) != sizes_.size()) return false;
     size_t next = 0;
     for (size_t g = 0; g < sizes_.size(); ++g) {
-      PyObject* group = PyList_GET_ITEM(groups.ptr(), g);
-      PyObject* params = PyDict_Check(group) ? PyDict_GetItemWithError(group, params_key_.ptr()) : nullptr;
-      if (!params || !PyList_Check(params) || static_cast<size_t>(PyList_GET_SIZE(params)) != sizes_[g]) return false;
+      PyObject* group = PySequence_Fast_GET_ITEM(groups.ptr(), g);
+      PyObject* held = PyDict_Check(group) ? PyDict_GetItemWithError(group, params_key_.ptr()) : nullptr;
+      if (!held) return false;
+      const py::object params = sequence(held);
+      if (static_cast<size_t>(PySequence_Fast_GET_SIZE(params.ptr())) != sizes_[g]) return false;
       for (size_t i = 0; i < sizes_[g]; ++i, ++next) {
-        if (PyList_GET_ITEM(params, i) != params_[next].ptr()) return false;
+        if (PySequence_Fast_GET_ITEM(params.ptr(), i) != params_[next].ptr()) return false;
       }
     }
     return true;
@@ -347,6 +374,7 @@ class Signature {
       return UNUSUAL_ADDRESS;
     }
     if (!same_kind(tensor, row.gradient_type, row.order)) return UNUSUAL_ADDRESS;
+    if (row.gradient_type.code == dlpack::COMPLEX) return UNUSUAL_ADDRESS;  // it may be lazily conjugated
     if (row.may_be_negated && is_negated(grad)) return UNUSUAL_ADDRESS;
     if (tensor.address()) return tensor.address();
     return is_empty(tensor) ? 1 : UNUSUAL_ADDRESS;  // a gradient without elements is one, too

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .shards import is_sharded, local
 
@@ -60,6 +64,21 @@ def whole_loss(loss: float | Tensor) -> float | Tensor:
     return read_loss(loss.full_tensor()) if is_sharded(loss) else loss  # type: ignore[union-attr]
 
 
+def read_weight(weight: Any) -> float:
+    """A number, or a tensor on the host with one element."""
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be one number")
+        if not weight.is_cpu or is_sharded(weight):
+            raise TypeError(
+                f"weight is a tensor on {weight.device}: pass a number, which the host knows without "
+                "waiting for a device, such as the number of samples"
+            )
+        weight = weight.item()
+    require("weight", weight, "in (0, inf)", lambda v: 0 < v < math.inf)
+    return float(weight)
+
+
 def as_double(value: float | Tensor) -> float | Tensor:
     """On any device that has them."""
     if not isinstance(value, Tensor):
@@ -74,6 +93,65 @@ OPTIONAL_VALUES = {
     "beta2": 'NGND has it with preconditioner="rms"',
     "eps": "algorithms with an RMS preconditioner have it",
 }
+
+
+# Keywords of other optimizers, and what to write here instead.
+FOREIGN_OPTIONS = {
+    "fused": "leave it out: every step is fused, and backend= chooses the kernels",
+    "foreach": "leave it out: every step is fused, and backend= chooses the kernels",
+    "capturable": "leave it out: every step on a GPU can be captured",
+    "differentiable": "leave it out: no step can be differentiated",
+    "maximize": "minimise the negative loss instead, with a loss_floor below it",
+    "amsgrad": "leave it out: there is no such variant",
+    "nesterov": "leave it out: there is no such variant",
+    "dampening": "leave it out: the gradient's share is 1 - momentum",
+    "alpha": "it is beta2, or betas[1], here",
+    "learning_rate": "it is lr here",
+    "epsilon": "it is eps here",
+    "beta1": "it is betas[0], or momentum, here",
+}
+
+
+@cache
+def torch_keywords() -> frozenset[str]:
+    """What the constructors of torch's own optimizers take."""
+    classes = [v for v in vars(torch.optim).values() if isinstance(v, type)]
+    keywords = [inspect.signature(c).parameters for c in classes if issubclass(c, Optimizer)]
+    return frozenset(name for parameters in keywords for name in parameters)
+
+
+def check_group_names(names: Iterable[str], known: Iterable[str], owner: str) -> None:
+    """Raise for a name that was meant for an optimizer, and that this one would never read.
+
+    Any other name is the user's own: schedulers, trainers and layer-wise rates keep theirs in groups.
+    """
+    known = list(known)
+    for name in names:
+        if name in known or name in OPTIONAL_VALUES:
+            continue
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.85)
+        advice = FOREIGN_OPTIONS.get(name)
+        if advice is None and name in torch_keywords() - {"params", "defaults"}:
+            advice = "leave it out: it is an option of another optimizer"
+        if advice is None and near and near[0] not in name:  # such as max_momentum
+            advice = f"did you mean {near[0]}?"
+        if advice is not None:
+            raise TypeError(f"{owner} has no option {name}, which a group has: {advice}")
+
+
+# Of the lr that a schedule began with: what its products may be rounded by. A schedule that goes one
+# step too far is further below 0 than this, unless it has a million steps.
+LR_ROUNDING = 1e-6
+
+
+def usable_lr(lr: float, group: dict[str, Any], defaults: dict[str, Any]) -> float:
+    """The lr of a step: 0 where a schedule that ends at 0 was rounded to a number below it."""
+    if lr >= 0:
+        return lr
+    start = group.get("initial_lr", defaults["lr"])
+    if isinstance(start, Tensor):
+        start = start.item() if start.device.type == "cpu" else 0.0
+    return 0.0 if lr >= -LR_ROUNDING * start else lr
 
 
 def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
@@ -91,7 +169,7 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
         if lr.numel() != 1 or not lr.is_floating_point():
             raise ValueError(f"lr={lr}: a tensor lr must be one floating-point number")
         lr = lr.item() if lr.device.type == "cpu" else 0.0
-    require("lr", lr, "in [0, inf)", lambda v: 0 <= v < math.inf)
+    require("lr", lr, "in [0, inf)", lambda v: 0 <= usable_lr(v, group, defaults) < math.inf)
     unit = "in [0, 1)"
     if "momentum" in group:
         require("momentum", group["momentum"], unit, lambda v: 0 <= v < 1)
@@ -167,6 +245,12 @@ def check_gradient(param: Tensor, label: str) -> None:
             f"{label} has a gradient of layout {grad.layout}; NGN optimizers take dense gradients: "
             "use sparse=False in the layer, or param.grad = param.grad.to_dense()"
         )
+    if grad.is_complex() != param.is_complex():
+        wanted = "param.grad.to(param.dtype)" if param.is_complex() else "param.grad.real"
+        raise TypeError(
+            f"{label} is {param.dtype} and its gradient {grad.dtype}, where both must be real or both "
+            f"complex: write param.grad = {wanted} before the step"
+        )
     if grad.shape != param.shape:
         raise RuntimeError(
             f"{label} has a gradient of shape {tuple(grad.shape)}: call zero_grad() before "
@@ -190,6 +274,14 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the memory of its elements begins and ends; it has at least one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def check_overlap(tensors: list[tuple[Tensor, str]]) -> None:
     """Raise if a tensor that a step writes shares memory with itself or with another one."""
     spans = []
@@ -201,11 +293,7 @@ def check_overlap(tensors: list[tuple[Tensor, str]]) -> None:
                 f"{label} overlaps itself in memory (strides {tensor.stride()}); "
                 "give the optimizer a tensor that owns its elements, such as its clone()"
             )
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * stride for size, stride in steps)
-        start = tensor.data_ptr()
-        end = start + (last + 1) * tensor.element_size()
-        spans.append((str(tensor.device), start, end, tensor, label))
+        spans.append((str(tensor.device), *span_of(tensor), tensor, label))
     spans.sort(key=lambda span: span[:3])
     reaching: list[tuple[str, int, int, Tensor, str]] = []
     for span in spans:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypedDict
 
@@ -16,7 +16,17 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
 from .backends.reference import report_step
-from .checks import check_group, require, warn, whole_loss
+from .checkpoint import SAVED, LoadedInto, load, plain_state
+from .checks import (
+    FOREIGN_OPTIONS,
+    check_group,
+    check_group_names,
+    read_weight,
+    require,
+    usable_lr,
+    warn,
+    whole_loss,
+)
 from .formats import Storage
 from .hooks import entrance
 from .loss import PendingLoss, has_gradients
@@ -24,7 +34,6 @@ from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, 
 from .ranks import Agreement, Exchange, Ranks
 from .rules import RULES, Reason, Rule
 from .shards import is_sharded, local
-from .state import check_loadable, load_state, plain_state
 from .tables import Count, DeviceTables, GroupValues, Size
 
 PER_OPTIMIZER = (
@@ -42,19 +51,6 @@ WARNINGS = {
     "the step was skipped",
     Reason.ELEMENTS_KEPT: "some elements would have become non-finite (a non-finite gradient, "
     "or an overflow of the storage type) and kept their old values",
-}
-
-# Keywords of torch's own optimizers, and what to write here instead.
-FOREIGN_OPTIONS = {
-    "fused": "leave it out: every step is fused, and backend= chooses the kernels",
-    "foreach": "leave it out: every step is fused, and backend= chooses the kernels",
-    "capturable": "leave it out: every step on a GPU can be captured",
-    "differentiable": "leave it out: no step can be differentiated",
-    "maximize": "minimise the negative loss instead, with a loss_floor below it",
-    "amsgrad": "leave it out: there is no such variant",
-    "nesterov": "leave it out: there is no such variant",
-    "dampening": "leave it out: the gradient's share is 1 - momentum",
-    "alpha": "it is beta2, or betas[1], here",
 }
 
 
@@ -139,8 +135,9 @@ class NGNOptimizer(Optimizer):
         self._home: DeviceTables | None = None
         self._talk: Exchange | None = None
         self._agreed: tuple[Any, Agreement] | None = None
-        self._momentum = False
         self._checked: Any = None
+        self.rule = Rule()
+        self._values: list[GroupValues] = []
 
     # Options
 
@@ -215,17 +212,22 @@ class NGNOptimizer(Optimizer):
             tensors = [p[1] if isinstance(p, tuple) else p for p in params]
             if len({id(p) for p in tensors}) < len(tensors):
                 raise ValueError("a group lists the same parameter twice: pass each parameter once")
+            check_group_names(
+                param_group,
+                [*self.defaults, "params", "param_names", SAVED, *PER_OPTIMIZER],
+                type(self).__name__,
+            )
             check_group({**self.defaults, **param_group}, self.defaults)
+            param_group[SAVED] = None
         super().add_param_group(param_group)
+        self._set_rule(self.rule.momentum)
         self._plan = None
+        self._pending.backwards.watch(self.param_groups)
 
-    @property
-    def rule(self) -> Rule:
+    def _set_rule(self, momentum: bool) -> None:
         """The point of the grid; momentum is on once any group has had some."""
-        rule = RULES[self.defaults["algorithm"]]
-        if not self._momentum:
-            self._momentum = any(_betas(group)[0] > 0 for group in self.param_groups)
-        return rule.with_momentum(self._momentum)
+        momentum = momentum or any(_betas(group)[0] > 0 for group in self.param_groups)
+        self.rule = replace(RULES[self.defaults["algorithm"]], momentum=momentum)
 
     def _group_values(self) -> tuple[list[GroupValues], dict[int, Tensor]]:
         """The groups' values, checked if they changed; an lr on a device comes apart, unread."""
@@ -242,8 +244,13 @@ class NGNOptimizer(Optimizer):
         if seen != self._checked:
             for group in self.param_groups:
                 check_group(group, self.defaults)
+            self._set_rule(self.rule.momentum)
             self._checked = seen
-        return values, device_lrs
+            self._values = [
+                v._replace(lr=usable_lr(v.lr, group, self.defaults))
+                for v, group in zip(values, self.param_groups, strict=True)
+            ]
+        return self._values, device_lrs
 
     def _all_params(self) -> Iterator[tuple[int, int, Tensor]]:
         """Group, place in it, parameter: in the order in which state_dict counts them."""
@@ -259,30 +266,46 @@ class NGNOptimizer(Optimizer):
 
     # The loss
 
+    @torch._disable_dynamo
     def add_loss(self, share: float | Tensor) -> None:
         """Add to the loss of the next ``step()`` what a ``backward()`` is called on.
+
+        It is dropped with its gradients, where these are cleared before a step has used them.
 
         Args:
             share: such as ``loss / n`` where n micro-batches make a step; before any loss scale.
         """
         self._pending.add(share, self.param_groups)
 
-    def set_loss(self, loss: float | Tensor, weight: float = 1.0) -> None:
+    @torch._disable_dynamo
+    def set_loss(self, loss: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Give the loss of the next ``step()``; several calls make a weighted mean.
 
         Args:
             loss: the loss of one micro-batch.
-            weight: its share, such as its number of samples or tokens; greater than 0.
+            weight: its share, such as its number of samples or tokens; greater than 0. A tensor
+                must be on the host.
         """
-        require("weight", weight, "in (0, inf)", lambda v: 0 < v < math.inf)
+        weight = read_weight(weight)
         self._pending.set(loss, weight, self.param_groups)
+
+    def drop_loss(self) -> None:
+        """Drop the loss that ``add_loss`` or ``set_loss`` gave for the next ``step()``."""
+        self._pending.clear()
+
+    def loss_is_pending(self) -> bool:
+        """Whether ``add_loss`` or ``set_loss`` gave a loss whose gradients are not thrown away.
+
+        One whose gradients are is dropped.
+        """
+        self._pending.drop_stale(self.param_groups)
+        return bool(self._pending)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with those that no step has used the loss given for them."""
         self._pending.before_zero_grad(self.param_groups)
         super().zero_grad(set_to_none)
-        if not set_to_none:
-            self._pending.after_zero_grad(self.param_groups)
+        self._pending.after_zero_grad(self.param_groups, set_to_none)
 
     # The step
 
@@ -294,8 +317,9 @@ class NGNOptimizer(Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss. What ``add_loss`` or ``set_loss``
-                gave, before or in the closure, goes before what it returns.
-            loss: the loss that the gradients belong to, a number or a tensor with one element.
+                gave, before or in the closure, takes precedence over what it returns.
+            loss: the loss that the gradients belong to, a number or a tensor with one element; of
+                several ``backward()`` calls their sum. A closure beside it must return None.
 
         Returns:
             The loss as it was given, or what the closure returned.
@@ -316,6 +340,7 @@ class NGNOptimizer(Optimizer):
                 if exchange is None:
                     raise
                 exchange.fail(error)
+            plan.draft()
             if not plan.apply():
                 report_step(plan.rule, plan.totals[0], plan.home.inputs, plan.home.report)
             plan.finish()
@@ -357,9 +382,13 @@ class NGNOptimizer(Optimizer):
             value = whole_loss(value)
             self._check_height(value)
         values, device_lrs = self._group_values()
-        plan = self._valid_plan(exchange)
-        self._plan = None  # one whose step fails is not kept
-        draft = self._draft() if plan is None else None
+        known, self._plan = self._plan, None  # one whose step fails is not kept
+        plan = known if known is not None and self._fits(known, exchange) else None
+        draft = None
+        if plan is None:
+            draft = self._draft()
+        elif not plan.look(self.param_groups, self.state):
+            draft, plan = self._draft(plan if plan.has_grown else None), None
         if exchange is not None:
             exchange.agreement = self._agreement(plan, values, device_lrs)
             exchange.has_gradients = has_gradients(self.param_groups)
@@ -453,34 +482,36 @@ class NGNOptimizer(Optimizer):
         if reason is not Reason.NONE:
             warn(f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning)
 
-    def _valid_plan(self, exchange: Exchange | None) -> Plan | None:
-        """The plan of the last step, if nothing but gradients has moved since."""
-        plan, rule = self._plan, self.rule
-        valid = (
-            plan is not None
-            and plan.rule is rule
-            and plan.reductions is rule.reductions(self._max_grad_norm is not None)
+    def _fits(self, plan: Plan, exchange: Exchange | None) -> bool:
+        """Whether a plan is of this step's rule, passes and ranks."""
+        return (
+            plan.rule == self.rule
+            and plan.clipping == (self._max_grad_norm is not None)
             and plan.is_of(None if exchange is None else exchange.group)
-            and plan.look(self.param_groups, self.state)
         )
-        return plan if valid else None
 
-    def _draft(self) -> Draft:
-        participants = [
-            Participant(param, group, label, self._ranks.copies(param, label), number)
-            for number, (group, place, param) in enumerate(self._all_params())
-            if param.grad is not None or self.state.get(param)
-            for label in [self._label(group, place)]
-        ]
+    def _draft(self, known: Plan | None = None) -> Draft:
+        """Of parameters that take part, or of those that join a known plan."""
         select = partial(select_backend, self.backend)
-        return draft_plan(self.state, self.rule, participants, select, self._storage)
+        participants = list(self._participants(known))
+        draft = draft_plan(self.state, self.rule, participants, select, self._storage, known)
+        return self._draft() if draft is None else draft
+
+    def _participants(self, known: Plan | None) -> Iterator[Participant]:
+        """Parameters that have a gradient, or had one before, and have no row in a known plan."""
+        there: Collection[int] = () if known is None else known.params
+        for number, (group, place, param) in enumerate(self._all_params()):
+            if id(param) not in there and (
+                param.grad is not None or (known is None and "step" in self.state.get(param, ()))
+            ):
+                label = self._label(group, place)
+                yield Participant(param, group, label, self._ranks.copies(param, label), number)
 
     def _make_plan(self, draft: Draft, exchange: Exchange | None) -> Plan:
         group = None if exchange is None else exchange.group
         tables = partial(self._tables_of, alone=group is None)
-        rule, groups = self.rule, self.param_groups
-        reductions = rule.reductions(self._max_grad_norm is not None)
-        return make_plan(draft, groups, self.state, rule, reductions, tables, group)
+        clipping = self._max_grad_norm is not None
+        return make_plan(draft, self.param_groups, self.state, self.rule, clipping, tables, group)
 
     def _tables_of(self, device: torch.device, alone: bool) -> DeviceTables:
         groups = len(self.param_groups)
@@ -536,58 +567,65 @@ class NGNOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch's; groups would take it over
         if "_backend" in state:  # unpickled or copied, not merely loaded
             self._forget()
+            self._pending.backwards.watch(self.param_groups)
         self._plan = None
-        self._momentum = any("momentum_buffer" in held for held in self.state.values())
+        self._set_rule(any("momentum_buffer" in values for values in self.state.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in plain tensors, which any backend and any ``state=`` loads."""
-        if not self._storage.narrow and self._storage.rounding != "exact":
-            return super().state_dict()
-        held = self.state
-        self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})
+        """The state in plain tensors, which any backend and any ``state=`` loads.
+
+        Each group has what was counted and chosen for all of them as its ``"ngn"``, since loaders
+        that flatten a state_dict keep what groups have, and nothing else.
+        """
+        held, groups = self.state, self.param_groups
+        options = {
+            "skipped_steps": int(self.skipped_steps),
+            "loss_floor": self.loss_floor,
+            "max_grad_norm": self.max_grad_norm,
+        }
+        for group in groups:
+            group[SAVED] = dict(options)
+        if self._storage.narrow or self._storage.rounding == "exact":
+            self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})
         try:
             return super().state_dict()
         finally:
             self.state = held
+            for group in groups:
+                group[SAVED] = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, on any backend and device.
 
         Unlike torch's, it recasts state only if ``state=`` says so, and copies every tensor.
-        Everything is checked before anything changes.
+        Everything is checked before anything changes. ``skipped_steps`` is restored; this
+        optimizer keeps its own ``loss_floor`` and ``max_grad_norm``, and warns of other saved ones.
         """
         state_dict = dict(state_dict)
         for pre_hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
 
-        groups = deepcopy(state_dict["param_groups"])
-        check_loadable(groups, self.param_groups, self.defaults)
-        saved_names = [saved for group in groups for saved in group["params"]]
-        owners = {
-            saved: (param, self._label(group, place), number)
-            for number, (saved, (group, place, param)) in enumerate(
-                zip(saved_names, self._all_params(), strict=True)
-            )
-        }
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for saved, values in state_dict["state"].items():
-            if saved not in owners:
-                raise ValueError(f"the loaded state has parameter {saved!r}, which is in no group")
-            param, label, number = owners[saved]
-            state[param] = load_state(
-                param, values, self.defaults["algorithm"], label, self._storage, number
-            )
-
-        for theirs, ours in zip(groups, self.param_groups, strict=True):
-            theirs["params"] = ours["params"]
-            if "param_names" in ours:
-                theirs.setdefault("param_names", ours["param_names"])
-            for name, value in self.defaults.items():  # a value that an older file lacks
-                theirs.setdefault(name, value)
-        self.__setstate__({"state": state, "param_groups": groups})
+        params = [
+            LoadedInto(param, self._label(group, place), index)
+            for index, (group, place, param) in enumerate(self._all_params())
+        ]
+        loaded = load(state_dict, self.param_groups, self.defaults, params, self._storage)
+        for name in ("loss_floor", "max_grad_norm"):
+            mine = getattr(self, name)
+            saved = loaded.options.get(name, mine)
+            if saved != mine:
+                warn(
+                    f"the loaded run had {name}={saved}, and this {type(self).__name__} goes on with "
+                    f"{name}={mine}: write optimizer.{name} = {saved} to keep the former",
+                    UserWarning,
+                )
+        self.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
+        if "skipped_steps" in loaded.options:
+            self._skipped_before += loaded.options["skipped_steps"] - int(self.skipped_steps)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
 

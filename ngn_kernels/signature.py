@@ -25,6 +25,7 @@ SAME = 0  # all is where it was
 MOVED = 1  # gradients came, went, or lie elsewhere
 UNUSUAL = 2  # a gradient needs a closer look: of another type, device or memory order, sparse, lazy
 STALE = 3  # something else than a gradient was replaced, or lies elsewhere than at first
+GROWN = 4  # nothing was, but parameters that have no row have gradients now; only C++ tells
 
 EMPTY_ADDRESS = 1  # of a gradient without elements, which torch gives as 0
 UNUSUAL_ADDRESS = -1  # of a gradient that needs a closer look
@@ -44,9 +45,18 @@ class Signature(Protocol):
     def look(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
         """Compare all with what was there at the start.
 
-        Unless STALE, the gradients' addresses are in the columns: 0 for none, UNUSUAL_ADDRESS
+        Unless STALE or GROWN, the gradients' addresses are in the columns: 0 for none, UNUSUAL_ADDRESS
         where a closer look is needed. They are held until `release`.
         """
+
+    def extend(
+        self,
+        state: dict[Tensor, Any],
+        rows: list[SignatureRow],
+        columns: list[np.ndarray],
+        places: np.ndarray,
+    ) -> None:
+        """Add rows after GROWN; `places` are those of all rows in the new columns, old ones first."""
 
     def release(self) -> None:
         """The kernels are done: the gradients need not be kept any longer."""
@@ -129,6 +139,15 @@ class PythonSignature:
             column[:] = found[first : first + len(column)]
             first += len(column)
         return UNUSUAL if UNUSUAL_ADDRESS in found else MOVED if moved else SAME
+
+    def extend(
+        self,
+        state: dict[Tensor, Any],
+        rows: list[SignatureRow],
+        columns: list[np.ndarray],
+        places: np.ndarray,
+    ) -> None:
+        raise NotImplementedError("it never says GROWN")
 
     def release(self) -> None:
         self._held = []

@@ -1,4 +1,4 @@
-"""A parameter's state: which tensors, in which format and memory order, and how they are loaded."""
+"""A parameter's state: which tensors, in which format and memory order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_group, has_memory, is_dense
+from .checks import has_memory, is_dense
 from .formats import (
     FLOAT32,
     FORMATS,
@@ -26,7 +26,7 @@ from .formats import (
     rounding_of,
     scale_key,
 )
-from .rules import RULES, Rule
+from .rules import Rule
 from .shards import (
     first_element,
     is_sharded,
@@ -135,7 +135,8 @@ def check_state(
 ) -> None:
     """Raise unless what lies in a parameter's state can be used, after a move or a new layout."""
     step = state.get("step", 0.0)
-    if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, Real)):
+    is_tensor = isinstance(step, Tensor)
+    if not (step.numel() == 1 and not step.is_complex() if is_tensor else isinstance(step, Real)):
         raise ValueError(f"the step of {owner} is not one number: {mend}")
     for key in columns_of(rule):
         if key not in state:
@@ -294,101 +295,3 @@ def put(
     state[key] = like(param, code)
     if scale is not None:
         state[scale_key(key)] = scale
-
-
-def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state in numbers that any `state=` loads."""
-    scales = {scale_key(key) for key in STATE_KEYS}
-    numbers = {
-        key: plain(state, key) if key in STATE_KEYS else value
-        for key, value in state.items()
-        if key not in scales
-    }
-    if is_sharded(numbers.get(REMAINDER)):
-        numbers[REMAINDER] = numbers[REMAINDER].int()  # process groups send no int16
-    return numbers
-
-
-def check_loadable(
-    loaded: list[dict[str, Any]], current: list[dict[str, Any]], defaults: dict[str, Any]
-) -> None:
-    """Raise unless the loaded groups fit the optimizer's."""
-    algorithm = defaults["algorithm"]
-    if len(loaded) != len(current):
-        raise ValueError(
-            f"the loaded state has {len(loaded)} parameter groups and the optimizer has "
-            f"{len(current)}: build the optimizer with the same groups first"
-        )
-    for i, (theirs, ours) in enumerate(zip(loaded, current, strict=True)):
-        if theirs.get("algorithm") != algorithm:
-            source = theirs.get("algorithm", "another optimizer")
-            raise ValueError(
-                f"the loaded state is from {source} and this is {algorithm}: "
-                "load it into the algorithm it came from"
-            )
-        if len(theirs["params"]) != len(ours["params"]):
-            raise ValueError(
-                f"group {i} of the loaded state has {len(theirs['params'])} parameters and the "
-                f"optimizer's {len(ours['params'])}: build the optimizer with the same groups first"
-            )
-        check_group({**defaults, **theirs}, defaults)
-
-
-def load_state(
-    param: Tensor,
-    values: dict[str, Any],
-    algorithm: str,
-    label: str,
-    storage: Storage = Storage(),  # noqa: B008
-    number: int = 0,
-) -> dict[str, Any]:
-    """One parameter's loaded state, copied to its device and memory order.
-
-    It is recast only to and from the narrow formats of `state=`.
-    """
-    rule = RULES[algorithm]
-    # torch's loader of flattened state gives {} for what lies beside the numbers and was not saved.
-    beside = {REMAINDER, *map(scale_key, STATE_KEYS)}
-    values = {
-        k: v for k, v in values.items() if not (k in beside and isinstance(v, dict) and not v)
-    }
-    required = {"step"} | ({"exp_avg_sq"} if rule.rms else set())
-    known = required | ({"momentum_buffer"} if rule.momentum else set())
-    exact = rounding_of(param.dtype, storage.rounding) == "exact"
-    if values and not required <= set(values) <= known | {REMAINDER}:
-        raise ValueError(
-            f"the loaded state of {label} has {sorted(values)} where {algorithm} keeps "
-            f"{sorted(known)}: it is from another optimizer"
-        )
-    if values and exact and REMAINDER not in values:
-        raise ValueError(
-            f'the loaded state of {label} has no remainder, which rounding="exact" needs: load it '
-            'with the rounding that it was saved with, or add "remainder": '
-            "torch.zeros_like(param, dtype=torch.int16) to go on from the rounded parameter"
-        )
-    mend = "load it into the model that it was saved with"
-    check_state(values, param, rule, f"{label}, as loaded,", mend)
-    check_storage(param, storage_of(rule, storage), label)
-    state: dict[str, Any] = {}
-    if "step" in values:
-        state["step"] = step_count(values["step"], param.device).clone()
-    for key in STATE_KEYS:
-        if key in values:
-            form = wanted_format(param, key, storage)
-            if form is not None:
-                _check_storable(values[key], key, form, label)
-            put(state, key, values[key], param, form, number)
-    if exact and values:
-        state[REMAINDER] = copied_like(param, values[REMAINDER], torch.int16)
-    return state
-
-
-def _check_storable(values: Tensor, key: str, form: Format, label: str) -> None:
-    """In a narrow format one bad number would spoil its neighbours."""
-    values = local(values)
-    sound = (values.abs() <= form.limit).all() and not (key == "exp_avg_sq" and (values < 0).any())
-    if not sound:
-        raise ValueError(
-            f"the {key} of {label}, as loaded, has numbers that are negative, not finite or too "
-            'large for a narrow state: load it with state="float32"'
-        )

@@ -14,10 +14,12 @@ from algorithms import (
     EVERY,
     NGND,
     NGND_RMS,
+    NGNM,
     SCALAR,
     Algorithm,
     Hyper,
     NGNMDv1,
+    NGNMDv1W,
     NGNMDv2,
 )
 from extent import Extent
@@ -28,8 +30,10 @@ from helpers import (
     random_gradients,
     snapshot,
 )
+from layouts import LAYOUTS
 from pair import Pair
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ngn_kernels
 from ngn_kernels import SkippedStepWarning
@@ -369,3 +373,75 @@ def test_an_overflow_explains_a_bad_loss(backend: str) -> None:
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.ones(())
     with pytest.warns(SkippedStepWarning, match="scaler found an overflow"):
         optimizer.step(loss=float("inf"))
+
+
+# Memory that runs out
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the operations that return memory of their own, and fails in one of them."""
+
+    def __init__(self, fail_at: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.left = fail_at
+        self.error = error
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(result.alias_info is None for result in function._schema.returns):
+            self.left -= 1
+            if self.left == 0:
+                raise self.error("out of memory")
+        return function(*args, **(kwargs or {}))
+
+
+def several_kinds(algorithm: Algorithm, backend: str, **options: Any) -> Any:
+    """Parameters of two element types, with gaps, complex ones and large ones, in two groups."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3,), (4100,)), ((5, 2), (2,))
+    columns: list[list[torch.Tensor]] = [
+        [Parameter(torch.randn(shape, generator=generator)) for shape in column]
+        for column in shapes
+    ]
+    columns[0].append(Parameter(LAYOUTS["strided"](torch.ones(7))))
+    columns[1].append(Parameter(torch.ones(3, dtype=torch.complex64)))
+    columns[1].append(Parameter(torch.ones(6, dtype=torch.bfloat16)))
+    if backend != "triton" and "state" not in options:
+        columns[0].append(Parameter(torch.ones(2, dtype=torch.float64)))
+    return algorithm.build(columns, backend=backend, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"state": "8bit", "rounding": "stochastic"}], ids=str)
+@pytest.mark.parametrize(
+    ("algorithm", "clip"), [(NGNM, None), (NGNMDv1W, 1.0), (NGNMDv2, None)], ids=str
+)
+def test_memory_that_runs_out_changes_nothing(
+    algorithm: Algorithm, clip: float | None, options: dict[str, str], backend: str
+) -> None:
+    """Wherever in a step it does, over all rows and buckets; the next step is as ever."""
+    if backend == "triton":
+        pytest.skip("its interpreter allocates, the kernels do not")
+    optimizer, twin = (
+        several_kinds(algorithm, backend, max_grad_norm=clip, **options) for _ in range(2)
+    )
+    failed = 0
+    for k in range(3):
+        for each in (optimizer, twin):
+            random_gradients(params_of(each), seed=k)
+        before = snapshot(optimizer)
+        fail_at = k + 1
+        while True:
+            error = (MemoryError, torch.OutOfMemoryError)[failed % 2]
+            try:
+                with Allocations(fail_at, error):
+                    optimizer.step(loss=1.0)
+                break
+            except error:
+                assert_unchanged(optimizer, before)
+                failed += 1
+            fail_at += 23 if backend == "reference" else 1
+        twin.step(loss=1.0)
+        assert snapshot(optimizer) == snapshot(twin)
+        assert int(optimizer.skipped_steps) == 0
+    assert failed > (30 if backend == "reference" else 5)

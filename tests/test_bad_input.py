@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -27,9 +28,11 @@ from helpers import (
     random_gradients,
     snapshot,
 )
+from layouts import LAYOUTS
+from pair import Pair
 from torch.nn import Parameter
 
-from ngn_kernels import SkippedStepWarning
+from ngn_kernels import SkippedStepWarning, signature
 from ngn_kernels.backends import availability
 
 NAN, INF = float("nan"), float("inf")
@@ -176,6 +179,58 @@ def test_option_of_the_optimizer_in_a_group(
     assert len(optimizer.param_groups) == 1
 
 
+TYPOS = {
+    "weight_decy": "did you mean weight_decay?",
+    "wieght_decay": "did you mean weight_decay?",
+    "LR": "did you mean lr?",
+    "beta": "did you mean betas?",
+    "max_grad_nrom": "did you mean max_grad_norm?",
+    "learning_rate": "it is lr here",
+    "fused": "leave it out: every step is fused",
+    "foreach": "leave it out: every step is fused",
+    "capturable": "leave it out",
+    "momentum_decay": "leave it out: it is an option of another optimizer",
+    "rho": "leave it out: it is an option of another optimizer",
+}
+
+
+@pytest.mark.parametrize(("name", "says"), TYPOS.items(), ids=TYPOS)
+@pytest.mark.parametrize("value", [True, None, 0.1])
+def test_a_group_with_a_name_that_nobody_reads(name: str, says: str, value: Any) -> None:
+    p, q = Parameter(torch.ones(2)), Parameter(torch.ones(3))
+    optimizer = NGNMDv1.simple([q])
+    told = rf"^NGNMDv1 has no option {name}, which a group has: {re.escape(says)}"
+    with pytest.raises(TypeError, match=told):
+        NGNMDv1.simple([{"params": [p], name: value}])
+    with pytest.raises(TypeError, match=told):
+        optimizer.add_param_group({"params": [p], name: value})
+    assert len(optimizer.param_groups) == 1
+
+
+OWN_NAMES = (
+    *("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "max_momentum", "base_momentum"),
+    *("lr_scale", "lr_mult", "wd_mult", "name", "group_name", "layer_id", "is_bias", "tags"),
+    *("no_weight_decay", "weight_decay_scale", "stage", "depth", "step"),
+)
+
+
+def test_a_group_may_have_names_of_the_users_own(backend: str) -> None:
+    """What schedulers, trainers and layer-wise rates keep there; and what another group says."""
+    p, q = Parameter(torch.ones(2)), Parameter(torch.ones(3))
+    optimizer = NGNMDv1.simple([{"params": [p], **dict.fromkeys(OWN_NAMES, 0.5)}], backend=backend)
+    optimizer.add_param_group({**optimizer.param_groups[0], "params": [q]})
+    for saved in (optimizer.param_groups, optimizer.state_dict()["param_groups"]):
+        again = NGNMDv1.simple([{**g, "params": [p]} for g in saved[:1]], backend=backend)
+        assert {name: again.param_groups[0][name] for name in OWN_NAMES} == dict.fromkeys(
+            OWN_NAMES, 0.5
+        )
+    random_gradients([p, q], seed=0)
+    optimizer.step(loss=1.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step(loss=1.0)
+    assert all(group["lr_scale"] == 0.5 for group in optimizer.param_groups)
+
+
 LOSSES: dict[str, tuple[Any, str]] = {
     "two elements": (torch.tensor([1.0, 2.0]), r"element|scalar|mean|sum"),
     "no elements": (torch.tensor([]), r"element|scalar|mean|sum"),
@@ -262,6 +317,54 @@ def test_sparse_gradient_without_names(backend: str) -> None:
     with pytest.raises(TypeError, match=told):
         optimizer.step(loss=1.0)
     assert_unchanged(optimizer, before)
+
+
+KINDS = {
+    "complex with a real gradient": (torch.complex64, torch.float32, r"param\.grad\.to\("),
+    "double complex": (torch.complex128, torch.float64, r"param\.grad\.to\("),
+    "complex with a double gradient": (torch.complex64, torch.float64, r"param\.grad\.to\("),
+    "real with a complex gradient": (torch.float32, torch.complex64, r"param\.grad\.real"),
+    "double with a complex gradient": (torch.float64, torch.complex128, r"param\.grad\.real"),
+}
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch refuses them itself")
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize(("kind", "other", "says"), KINDS.values(), ids=KINDS)
+def test_a_gradient_that_is_complex_where_its_parameter_is_not(
+    backend: str,
+    kind: torch.dtype,
+    other: torch.dtype,
+    says: str,
+    layout: str,
+    native: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the first step, and between steps that have gradients of the parameter's own kind."""
+    if backend == "triton" and torch.float64 in (kind.to_real(), other.to_real()):
+        pytest.skip("it has no float64")
+    if not native:
+        monkeypatch.setattr(signature, "NativeSignature", None)
+    p = Parameter(LAYOUTS[layout](torch.ones(9, dtype=kind)))
+    q = Parameter(torch.ones(4, dtype=kind.to_real()))
+    p.grad_dtype = None
+    optimizer = NGNMDv1.simple([("p", p), ("q", q)], backend=backend)
+    for k in range(5):
+        pair = Pair(NGNMDv1, optimizer)
+        random_gradients([p, q], seed=k)
+        grad = p.grad
+        before = snapshot(optimizer)
+        p.grad = torch.ones(9, dtype=other)
+        with pytest.raises(TypeError, match=rf"parameter 'p' 0 of .* its gradient {other}.*{says}"):
+            optimizer.step(loss=1.0)
+        assert_unchanged(optimizer, before)
+        if k > 1:  # steps with and without a refused one between them
+            p.grad = grad
+            for _ in range(2):
+                pair.sync()
+                pair.step(1.0)
+                pair.check_step()
 
 
 class Wrapper(torch.Tensor):

@@ -5,17 +5,28 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import tempfile
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from algorithms import EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv2
 from conftest import runnable_backends
 from helpers import SHAPES, params_of, random_columns, random_gradients, snapshot
 from pair import Pair
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import Parameter
 
-from ngn_kernels import SkippedStepWarning
+from ngn_kernels import SkippedStepWarning, signature
+
+NAN, INF = float("nan"), float("inf")
 
 
 def trained(algorithm: Algorithm, backend: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -229,6 +240,298 @@ def test_deepcopy_together_with_the_model(backend: str) -> None:
     advance(twin, 1)
     advance(optimizer, 1)
     assert torch.equal(twin_model.weight, model.weight)
+
+
+BAD_NUMBERS: dict[str, tuple[str, Any, str]] = {
+    "v nan": ("exp_avg_sq", NAN, "not finite"),
+    "v inf": ("exp_avg_sq", INF, "not finite"),
+    "v negative": ("exp_avg_sq", -1e-30, "negative"),
+    "m nan": ("momentum_buffer", NAN, "not finite"),
+    "m inf": ("momentum_buffer", -INF, "not finite"),
+    **{f"step {count}": ("step", count, f"is {count}") for count in (-1.0, -3.0, NAN, INF, 2.5)},
+}
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("state", ["float32", "8bit"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(("key", "bad", "says"), BAD_NUMBERS.values(), ids=BAD_NUMBERS)
+def test_numbers_that_no_step_stores_are_not_loaded(
+    key: str, bad: float, says: str, kind: torch.dtype, state: str, backend: str
+) -> None:
+    if backend == "triton" and kind == torch.float64:
+        pytest.skip("it has no float64")
+    if kind == torch.float64 and state != "float32":
+        pytest.skip("it keeps float64 state")
+    p = Parameter(torch.ones(4100, dtype=kind))
+    optimizer = NGNMDv1.simple([("w", p)], backend=backend, state=state)
+    advance(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    held = saved["state"][0]
+    if key == "step":
+        held["step"] = torch.tensor(bad)
+    else:
+        numbers = torch.view_as_real(held[key]) if kind.is_complex else held[key]
+        numbers.view(-1)[-1] = bad  # of a complex one the imaginary part
+    before = snapshot(optimizer)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=rf"the {key} of parameter 'w' 0 .*, as loaded, .*{says}"
+        ):
+            optimizer.load_state_dict(saved)
+        assert snapshot(optimizer) == before
+        advance(optimizer, 1)
+        before = snapshot(optimizer)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor([3]), torch.tensor(3.0)], ids=repr)
+def test_step_counts_that_are_loaded(count: Any, backend: str) -> None:
+    optimizer = trained(NGNMDv1, backend, torch.float32)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for held in saved["state"].values():
+        held["step"] = count
+    optimizer.load_state_dict(saved)
+    pair = Pair(NGNMDv1, optimizer)
+    random_gradients(params_of(optimizer), seed=9)
+    pair.step(1.0)
+    pair.check_step()
+    assert {float(held["step"]) for held in optimizer.state.values()} == {4.0}
+
+
+@pytest.mark.essential
+@EVERY
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_groups_in_tuples(
+    algorithm: Algorithm, native: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what is loaded, and in what the user assigns; with the bits of groups in lists."""
+    if not native:
+        monkeypatch.setattr(signature, "NativeSignature", None)
+    optimizer = trained(algorithm, backend, torch.float32)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"] = tuple(
+        {**group, "params": tuple(group["params"])} for group in saved["param_groups"]
+    )
+    loaded, assigned = (untrained(optimizer, algorithm, backend) for _ in range(2))
+    for other in (loaded, assigned):
+        other.load_state_dict(saved)
+    advance(assigned, 3)  # a plan that is kept
+    assigned.param_groups = tuple(
+        {**group, "params": tuple(group["params"])} for group in assigned.param_groups
+    )
+    advance(loaded, 3)
+    advance(optimizer, 3)
+    for k in range(4, 7):
+        assert snapshot(loaded) == snapshot(assigned) == snapshot(optimizer)
+        for each in (optimizer, loaded, assigned):
+            advance(each, k, skip_one=k == 5)
+    plan = assigned._plan
+    advance(assigned, 7)
+    assert assigned._plan is plan, "the plan is kept"
+
+
+# What is the user's own, and what belongs to the whole optimizer
+
+
+@pytest.mark.essential
+@EVERY
+@pytest.mark.parametrize("state", ["float32", "8bit"])
+def test_keys_of_the_users_own_are_kept(algorithm: Algorithm, state: str, backend: str) -> None:
+    """Through a file and several steps, of a frozen parameter too; a copy of each."""
+    columns = random_columns([[(3,), (4100,)]])
+    frozen = Parameter(torch.ones(5, dtype=torch.int8), requires_grad=False)
+    optimizer = algorithm.simple([*columns[0], frozen], backend=backend, state=state)
+    own = {"ema": torch.full((2,), 0.5, dtype=torch.float16), "tags": ["a", {"b": 1}], "rate": 0.25}
+    for p in params_of(optimizer):
+        optimizer.state[p].update(copy.deepcopy(own))
+    for k in range(2):
+        random_gradients(columns[0], seed=k)
+        optimizer.step(loss=1.0)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    others = [*(Parameter(p.detach().clone()) for p in columns[0])]
+    other = algorithm.simple([*others, frozen], backend=backend, state=state)
+    other.load_state_dict(saved)
+    for k in range(2, 5):
+        for each, params in ((optimizer, columns[0]), (other, others)):
+            random_gradients(params, seed=k)
+            each.step(loss=1.0)
+    for each in (optimizer, other):
+        for p in params_of(each):
+            held = each.state[p]
+            assert {key: held[key] for key in ("tags", "rate")} == {
+                "tags": own["tags"],
+                "rate": 0.25,
+            }
+            assert torch.equal(held["ema"], own["ema"]) and held["ema"].dtype == torch.float16
+        assert set(each.state[frozen]) == set(own)
+    for p, q in zip(columns[0], others, strict=True):
+        assert torch.equal(p, q)
+    saved["state"][0]["ema"].zero_()
+    saved["state"][0]["tags"].clear()
+    assert other.state[others[0]]["ema"].all() and other.state[others[0]]["tags"] == own["tags"]
+
+
+def test_state_of_another_optimizer_is_none_of_the_users_own(backend: str) -> None:
+    optimizer = trained(NGNM, backend, torch.float32)
+    for key in ("exp_avg_sq", "exp_avg_sq_scale", "momentum_buffer_scale"):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0] |= {key: torch.zeros(3), "mine": 1}
+        with pytest.raises(ValueError, match="it is from another optimizer"):
+            optimizer.load_state_dict(saved)
+
+
+class Linear(torch.nn.Module):
+    """Parameters in two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (torch.nn.Linear(3, 2) for _ in range(2))
+
+    def optimizer(self, backend: str, **options: Any) -> Any:
+        groups = [{"params": list(part.parameters())} for part in (self.one, self.two)]
+        return NGNMDv1.simple(groups, backend=backend, **options)
+
+
+def as_it_is(module: Linear, optimizer: Any, other: Linear, loaded: Any) -> None:
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def through_a_file(module: Linear, optimizer: Any, other: Linear, loaded: Any) -> None:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+
+
+def by_name(module: Linear, optimizer: Any, other: Linear, loaded: Any, flat: bool = False) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = get_optimizer_state_dict(module, optimizer, options=options)
+    set_optimizer_state_dict(other, loaded, saved, options=options)
+
+
+def by_name_flattened(*runs: Any) -> None:
+    by_name(*runs, flat=True)
+
+
+def in_distributed_files(
+    module: Linear, optimizer: Any, other: Linear, loaded: Any, flat: bool = False
+) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        told = get_optimizer_state_dict(module, optimizer, options=options)
+        dcp.save({"optimizer": told}, checkpoint_id=folder, no_dist=True)
+        read = {"optimizer": get_optimizer_state_dict(other, loaded, options=options)}
+        dcp.load(read, checkpoint_id=folder, no_dist=True)
+    set_optimizer_state_dict(other, loaded, read["optimizer"], options=options)
+
+
+def in_distributed_files_flattened(*runs: Any) -> None:
+    in_distributed_files(*runs, flat=True)
+
+
+WAYS = (
+    *(as_it_is, through_a_file, by_name, by_name_flattened),
+    *(in_distributed_files, in_distributed_files_flattened),
+)
+
+
+@pytest.mark.essential
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("state", ["float32", "8bit"])
+def test_the_count_of_skipped_steps_is_restored(
+    way: Callable[..., None], state: str, backend: str
+) -> None:
+    """Whatever the other one has counted so far, and with more of them between and afterwards."""
+    module, other = Linear(), Linear()
+    optimizer, loaded = (m.optimizer(backend, state=state) for m in (module, other))
+
+    def skip(each: Any, times: int) -> None:
+        for _ in range(times):
+            advance(each, 0)
+            with pytest.warns(SkippedStepWarning):
+                each.step(loss=NAN)
+            each.zero_grad()
+
+    skip(optimizer, 3)
+    skip(loaded, 1)
+    for count in (3, 5):
+        way(module, optimizer, other, loaded)
+        assert int(loaded.skipped_steps) == int(optimizer.skipped_steps) == count
+        assert int(copy.deepcopy(loaded).skipped_steps) == count
+        assert [group["ngn"] for group in loaded.param_groups] == [None, None]
+        skip(loaded, 1)
+        assert int(loaded.skipped_steps) == count + 1
+        skip(optimizer, 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_options_that_differ_are_warned_of_and_stay(way: Callable[..., None], backend: str) -> None:
+    module, other = Linear(), Linear()
+    optimizer = module.optimizer(backend, max_grad_norm=0.5, loss_floor=-1.0)
+    loaded = other.optimizer(backend, max_grad_norm=0.5)
+    advance(optimizer, 0)
+    for each in (optimizer, loaded):
+        each.zero_grad()
+    with pytest.warns(
+        UserWarning, match=r"had loss_floor=-1\.0, and this .*loss_floor=0\.0: "
+    ) as told:
+        way(module, optimizer, other, loaded)
+    assert len(told) == 1 and told[0].filename == __file__
+    assert (loaded.loss_floor, loaded.max_grad_norm) == (0.0, 0.5)
+    loaded.loss_floor, loaded.max_grad_norm = -1.0, None
+    with pytest.warns(UserWarning, match=r"optimizer\.max_grad_norm = 0\.5 to keep"):
+        way(module, optimizer, other, loaded)
+    loaded.max_grad_norm = 0.5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        way(module, optimizer, other, loaded)
+    other.load_state_dict(module.state_dict())
+    for k in range(3):
+        advance(optimizer, k)
+        advance(loaded, k)
+        assert snapshot(loaded) == snapshot(optimizer)
+
+
+def test_a_warning_as_an_error_changes_nothing(backend: str) -> None:
+    optimizer = trained(NGNMDv1, backend, torch.float32, loss_floor=-1.0)
+    other = untrained(optimizer, NGNMDv1, backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="loss_floor"):
+            other.load_state_dict(optimizer.state_dict())
+    assert not other.state and other.param_groups[0]["lr"] == 0.123
+
+
+def test_files_without_options_are_loaded(backend: str) -> None:
+    """As ZeroRedundancyOptimizer writes them."""
+    optimizer = trained(NGNMDv1, backend, torch.float32, loss_floor=-1.0)
+    for kept in ("gone", "None"):
+        saved = copy.deepcopy(optimizer.state_dict())
+        for group in saved["param_groups"]:
+            group.pop("ngn") if kept == "gone" else group.update(ngn=None)
+        other = untrained(optimizer, NGNMDv1, backend)
+        with pytest.warns(SkippedStepWarning):
+            random_gradients(params_of(other), seed=0)
+            other.step(loss=NAN)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.load_state_dict(saved)
+        assert int(other.skipped_steps) == 1 and snapshot(other) == snapshot(optimizer)
+
+
+@pytest.mark.parametrize("count", [-1, 0.5, "many", None])
+def test_a_count_of_skipped_steps_that_is_none(count: Any, backend: str) -> None:
+    optimizer = trained(NGNMDv1, backend, torch.float32)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["ngn"]["skipped_steps"] = count
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="skipped_steps"):
+        optimizer.load_state_dict(saved)
+    assert snapshot(optimizer) == before
 
 
 def test_load_state_dict_hooks(backend: str) -> None:

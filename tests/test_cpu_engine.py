@@ -286,6 +286,8 @@ def test_more_than_two_to_the_31_elements() -> None:
         ({"v_type": "int8"}, "v must be"),
         ({"g_type": "uint8"}, "must be floating-point"),
         ({"rounding": _cpu.Rounding.exact}, "exact rounding needs bfloat16"),
+        ({"rounding": _cpu.Rounding(3)}, "no such rounding"),
+        *(({f"{column}_type": _cpu.DType(6)}, "no such element type") for column in "xgmv"),
     ],
 )
 def test_the_bindings_check_their_tables(change: dict[str, object], message: str) -> None:

@@ -56,6 +56,30 @@ def test_gaps_of_a_strided_parameter_are_not_touched(algorithm: Algorithm, backe
     assert (base == 7.0).all()
 
 
+@pytest.mark.essential
+@pytest.mark.parametrize("layout", ["strided", "row_strided", "contiguous"])
+def test_a_parameter_without_a_gradient_is_left_alone(
+    algorithm: Algorithm, backend: str, layout: str
+) -> None:
+    """Autograd may still need it as it was: its version stays, and a later backward() works."""
+    p, q = (Parameter(LAYOUTS[layout](torch.linspace(-1, 1, 12).view(3, 4))) for _ in range(2))
+    pair = pair_with(algorithm, [p, q], backend)
+    for k in range(4):
+        kept = (q * q).sum()
+        version, value = q._version, q.detach().clone()
+        random_gradients([p], seed=k)
+        q.grad = None
+        pair.sync()
+        pair.step(0.8)
+        pair.check_step()
+        assert q._version == version and torch.equal(q, value)
+        assert p._version > 0
+        kept.backward()
+        pair.sync()
+        pair.step(0.8)
+        pair.check_step()
+
+
 def test_interleaved_views_do_not_overlap(algorithm: Algorithm, backend: str) -> None:
     """Two parameters may share a storage as long as they share no element."""
     base = torch.linspace(-1, 1, 20)

@@ -129,6 +129,59 @@ def test_tensor_lr(algorithm: Algorithm, backend: str, lr: torch.Tensor) -> None
     assert pair.optimizer.param_groups[0]["lr"] is lr
 
 
+@pytest.mark.essential
+@pytest.mark.parametrize("kind", [None, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("steps", [4, 5, 7])
+def test_a_schedule_that_was_rounded_to_below_zero(
+    steps: int, kind: torch.dtype | None, backend: str
+) -> None:
+    """torch's LinearLR ends at -5.6e-19 for a third of its settings; what the groups show is kept."""
+    params = random_columns([[(9,)], [(4, 4)]])
+    pair = Pair(NGNMDv1W, NGNMDv1W.build(params, backend=backend))
+    groups = pair.optimizer.param_groups
+    for group in groups:
+        if kind is not None:
+            group["lr"] = torch.tensor(group["lr"], dtype=kind)
+    scheduler = lrs.LinearLR(pair.optimizer, 0.1, 0.0, total_iters=steps)
+    shown = []
+    for k in range(steps + 3):
+        random_gradients(params_of(pair.optimizer), seed=k)
+        pair.sync()
+        rates = [float(group["lr"]) for group in groups]
+        pair.step(1.0)
+        pair.check_step()
+        assert [float(group["lr"]) for group in groups] == rates
+        assert all(float(size) >= 0 for size in pair.optimizer.step_sizes())
+        shown.append(min(rates))
+        scheduler.step()
+    assert min(shown) < 0
+    other = NGNMDv1W.build(random_columns([[(9,)], [(4, 4)]]), backend=backend)
+    other.load_state_dict(pair.optimizer.state_dict())
+    assert [float(group["lr"]) for group in other.param_groups] == rates
+    other.step(loss=1.0)
+
+
+@pytest.mark.parametrize("kind", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("below", [1e-3, 1.1e-6])
+def test_an_lr_below_zero_that_is_a_mistake(
+    below: float, kind: torch.dtype | None, backend: str
+) -> None:
+    """Such as a schedule that goes one step too far; relative to the lr that it began with."""
+    (params,) = random_columns([[(9,), (4, 4)]])
+    optimizer = NGNMDv1.simple(params, lr=100.0, backend=backend)
+    (group,) = optimizer.param_groups
+    for start, first in (({}, 100.0), ({"initial_lr": 0.5}, 0.5)):
+        group.update(start)
+        for lr, fine in ((-0.9e-6 * first, True), (-below * first, False)):
+            group["lr"] = lr if kind is None else torch.tensor(lr, dtype=kind)
+            random_gradients(params, seed=1)
+            if fine:
+                optimizer.step(loss=1.0)
+            else:
+                with pytest.raises(ValueError, match=r"^lr=-.*: must be in \[0, inf\)"):
+                    optimizer.step(loss=1.0)
+
+
 def test_scheduler_state_resumes(backend: str) -> None:
     """Scheduler and optimizer saved and loaded together go on as before."""
 

@@ -17,7 +17,9 @@ class Backend(Protocol):
     """Two passes over a bucket. Neither returns anything to Python or waits for the device."""
 
     name: str
-    takes_tensors: bool  # of rows, rather than addresses from their table
+    # Of rows, rather than addresses from their table; such a one has a draft(bucket, rule), too, which
+    # computes what apply() then writes: it is called for all buckets before the first apply().
+    takes_tensors: bool
 
     def unfit(self, key: BucketKey) -> str | None:
         """Why this backend cannot serve such a bucket, or None."""

@@ -1,10 +1,13 @@
 """Plain torch operations on any device: the readable form of the math, in rule.h's order and names.
 
-Nothing here waits for the device: a skipped step is a `where`, not an `if`.
+Nothing here waits for the device: a skipped step is a `where`, not an `if`. All that a step writes is
+computed before its first write, so that one that runs out of memory has changed nothing. Until then it
+takes as much memory again as the parameters and state that it changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -155,6 +158,13 @@ def compute_dtype(key: BucketKey) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+class Write(NamedTuple):
+    """What a step leaves behind in a tensor, of the same type."""
+
+    target: Tensor
+    value: Tensor
+
+
 class Held:
     """One column of a row: loaded as numbers, and stored in its format."""
 
@@ -173,19 +183,19 @@ class Held:
             return new.to(self.data.dtype).isfinite()
         return new.abs() <= self.form.limit
 
-    def store(self, new: Tensor, fits: Tensor, go: Tensor) -> None:
+    def stored(self, new: Tensor, fits: Tensor, go: Tensor) -> Iterator[Write]:
         """Elements that do not fit keep their numbers; without `go` nothing changes."""
         if self.form is None:
             new = new.to(self.data.dtype)
-            self.data.copy_(torch.where(go & fits, new, self.data))
+            yield Write(self.data, torch.where(go & fits, new, self.data))
             return
         values = torch.empty_like(self.data, dtype=torch.float32)
         values.copy_(torch.where(fits, new, self.old))
         random = noise(self.row.noise_key, self.row.step, values.numel(), self.row.first)
         code, scale = encoded(values, random, self.form)
-        self.data.copy_(torch.where(go, code, self.data))
+        yield Write(self.data, torch.where(go, code, self.data))
         if self.scale is not None and scale is not None:
-            self.scale.copy_(torch.where(go, scale, self.scale))
+            yield Write(self.scale, torch.where(go, scale, self.scale))
 
 
 class HeldParameter:
@@ -204,7 +214,7 @@ class HeldParameter:
             return new.abs() <= torch.finfo(dtype).max
         return new.to(dtype).isfinite()
 
-    def store(self, new: Tensor, fits: Tensor, go: Tensor) -> None:
+    def stored(self, new: Tensor, fits: Tensor, go: Tensor) -> Iterator[Write]:
         x, remainder = self.row.x, self.row.remainder
         keep = torch.where(go & fits, new, self.old)
         if self.rounding == "stochastic":
@@ -213,14 +223,14 @@ class HeldParameter:
                 noise(self.row.noise_key, self.row.step, x.numel(), self.row.first)
             )
             to_half = stochastic_bfloat16 if x.dtype == torch.bfloat16 else stochastic_float16
-            in_memory_order(x).copy_(to_half(in_memory_order(values), random))
+            yield Write(in_memory_order(x), to_half(in_memory_order(values), random))
         elif self.rounding == "exact":
             assert remainder is not None
             near, rest = split_bfloat16(keep.to(torch.float32))
-            x.copy_(near)
-            remainder.copy_(rest)
+            yield Write(x, near)
+            yield Write(remainder, rest)
         else:
-            x.copy_(torch.where(go & fits, new.to(x.dtype), x))
+            yield Write(x, torch.where(go & fits, new.to(x.dtype), x))
 
 
 def columns(rule: Rule, row: Row, key: BucketKey) -> tuple[HeldParameter, Held | None, Held | None]:
@@ -279,7 +289,8 @@ class ReferenceBackend:
         written = Sum.NORM if rule.rms else len(Sum)
         sums[bucket.index].narrow(0, 0, written).copy_(total.narrow(0, 0, written))
 
-    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
+    def draft(self, bucket: Bucket, rule: Rule) -> None:
+        """All that apply() will write."""
         inputs, report, dtype = (
             bucket.tables.inputs,
             bucket.tables.report,
@@ -287,6 +298,7 @@ class ReferenceBackend:
         )
         rho, clip, reason = shrink(rule, bucket.totals.sum(0), inputs)
         go = reason == 0
+        writes: list[Write] = []
         for row in bucket.rows:
             g = row.held
             if g is None:
@@ -297,42 +309,54 @@ class ReferenceBackend:
             stored = [(c, n) for c, n in zip(held, new, strict=True) if c and n is not None]
             fits = torch.stack([column.fits(value) for column, value in stored]).all(0)
             for column, value in stored:
-                column.store(value, fits, go)
-            row.step += go
+                writes += column.stored(value, fits, go)
+            writes.append(Write(row.step, row.step + go))
             kept = go & ~fits.all()
             reason = reason.masked_fill(kept, int(Reason.ELEMENTS_KEPT))
-        tell(rule, inputs, rho, go, reason, report, last)
+        bucket.drafted = writes, tell(rule, inputs, rho, go, reason, report)
+
+    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
+        (writes, told), bucket.drafted = bucket.drafted, None
+        while writes:  # each value is freed once it is written
+            target, value = writes.pop()
+            target.copy_(value)
+        count(told, bucket.tables.report, last)
+
+
+class Told(NamedTuple):
+    """What a bucket tells of a step."""
+
+    sizes: Tensor
+    reason: Tensor
+    skipped: Tensor  # room for a number
 
 
 def tell(
-    rule: Rule,
-    inputs: Inputs,
-    rho: Tensor,
-    go: Tensor,
-    reason: Tensor,
-    report: Report,
-    last: bool,
-) -> None:
-    """The step sizes of a step that was applied; the last bucket counts one that was not."""
+    rule: Rule, inputs: Inputs, rho: Tensor, go: Tensor, reason: Tensor, report: Report
+) -> Told:
+    """The step sizes of a step that was applied, or the reason why it was not."""
     lr, weight_decay = (
         inputs.groups.select(1, column) for column in (GroupColumn.LR, GroupColumn.WEIGHT_DECAY)
     )
     sizes = torch.cat([rho.reshape(1), effective_lr(rule, lr, weight_decay) * rho])
-    report.sizes.copy_(torch.where(go, sizes, report.sizes))
-    counts = report.counts
-    torch.maximum(counts[Count.REASON], reason, out=counts[Count.REASON])
+    return Told(torch.where(go, sizes, report.sizes), reason, torch.empty_like(reason))
+
+
+def count(told: Told, report: Report, last: bool) -> None:
+    """Write it, in place; the last bucket counts a step that was skipped."""
+    report.sizes.copy_(told.sizes)
+    reason, skipped, last_reason = (report.counts[i] for i in Count)
+    torch.maximum(reason, told.reason, out=reason)
     if last:
-        skipped = counts[Count.REASON] != 0
-        counts[Count.SKIPPED].add_(skipped)
-        told = torch.where(skipped, counts[Count.REASON], counts[Count.LAST_REASON])
-        counts[Count.LAST_REASON].copy_(told)
-        counts[Count.REASON].zero_()
+        skipped.add_(torch.sign(reason, out=told.skipped))
+        last_reason.mul_(told.skipped.sub_(1).neg_()).add_(reason)
+        reason.zero_()
 
 
 def report_step(rule: Rule, totals: Tensor, inputs: Inputs, report: Report) -> None:
     """Report a step on a device that has no bucket, whose parameters lie on others or other ranks."""
     rho, _, reason = shrink(rule, totals.sum(0), inputs)
-    tell(rule, inputs, rho, reason == 0, reason, report, last=True)
+    count(tell(rule, inputs, rho, reason == 0, reason, report), report, last=True)
 
 
 def load() -> ReferenceBackend:
