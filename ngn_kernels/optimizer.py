@@ -82,7 +82,7 @@ class NGNOptimizer(Optimizer):
         reduce_group: the ranks that share one step size: "auto" (all of torch.distributed's, if
             there are several), a process group, or None for this process alone.
         replicas: how many of these ranks hold each ordinary parameter: None for all of them, 1
-            where every rank owns other ones. DTensors tell by themselves.
+            where every rank owns other ones. DTensors follow from their meshes.
         loss_reduction: "mean" of the ranks' losses, or their "sum".
         state: how m and v are stored: "float32", "bfloat16" or "8bit", or a pair of these.
         rounding: of 16-bit parameters: "nearest", "stochastic" or "exact".
@@ -132,7 +132,7 @@ class NGNOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._tables: dict[torch.device, DeviceTables] = {}
         self._home: DeviceTables | None = None
-        self._talk: Exchange | Alone = ALONE
+        self._last_exchange: Exchange | Alone = ALONE
         self._agreed: tuple[Any, Agreement] = (None, NOTHING_AGREED)
         self._checked: Any = None
         self.rule = Rule()
@@ -325,7 +325,7 @@ class NGNOptimizer(Optimizer):
             closure: re-evaluates the model and returns the loss. What ``add_loss`` or ``set_loss``
                 gave, before or in the closure, takes precedence over what it returns.
             loss: the loss that the gradients belong to, a number or a tensor with one element; of
-                several ``backward()`` calls their sum. A closure beside it must return None.
+                several ``backward()`` calls their sum. A closure given as well must return None.
 
         Returns:
             The loss as it was given, or what the closure returned.
@@ -347,14 +347,14 @@ class NGNOptimizer(Optimizer):
 
     def _exchange(self) -> Exchange | Alone:
         """With the ranks of this step."""
-        group, exchange = self._ranks.group(), self._talk
+        group, exchange = self._ranks.group(), self._last_exchange
         if group is None:
-            self._talk = ALONE
+            self._last_exchange = ALONE
             return ALONE
         home = home_device(self.param_groups)
         if exchange.group is not group or exchange.home != home:
             name, check = type(self).__name__, self._check_loss
-            exchange = self._talk = Exchange(self._ranks, group, name, home, check)
+            exchange = self._last_exchange = Exchange(self._ranks, group, name, home, check)
         exchange.begin()
         return exchange
 
@@ -421,7 +421,7 @@ class NGNOptimizer(Optimizer):
     def _agreement(
         self, plan: Plan | None, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> Agreement:
-        """What must be the same on every rank, made anew where something has changed."""
+        """What must be the same on every rank, made again where something has changed."""
         made_of = values, self._loss_floor, self._max_grad_norm
         if plan is None or self._agreed[0] != made_of:
             options = {
@@ -437,7 +437,7 @@ class NGNOptimizer(Optimizer):
         return self._agreed[1]
 
     def _check_loss(self, loss: float | Tensor) -> None:
-        """A loss on a device is never read: there the kernels look at it."""
+        """Raise if a loss on the host is below the floor; kernels check one on a device."""
         if not isinstance(loss, Tensor) and math.isfinite(loss) and loss < self._loss_floor:
             raise ValueError(
                 f"the loss {loss} is below loss_floor={self.loss_floor}: NGN step sizes need "
@@ -543,7 +543,7 @@ class NGNOptimizer(Optimizer):
         Each group has what was counted and chosen for all of them as its ``"ngn"``, since loaders
         that flatten a state_dict keep what groups have, and nothing else.
         """
-        held, groups = self.state, self.param_groups
+        state, groups = self.state, self.param_groups
         options = {
             "skipped_steps": int(self.skipped_steps),
             "loss_floor": self.loss_floor,
@@ -552,11 +552,11 @@ class NGNOptimizer(Optimizer):
         for group in groups:
             group[SAVED] = dict(options)
         if self._storage.narrow or self._storage.rounding == "exact":
-            self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})
+            self.state = defaultdict(dict, {p: plain_state(values) for p, values in state.items()})
         try:
             return super().state_dict()
         finally:
-            self.state = held
+            self.state = state
             for group in groups:
                 group[SAVED] = None
 

@@ -52,7 +52,7 @@ ERRORS = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplemented
 
 
 class Agreement:
-    """What must be the same on every rank, and a number that tells whether it is."""
+    """What must be the same on every rank, and its checksum."""
 
     def __init__(self, items: dict[str, Any]) -> None:
         self.items = items
@@ -74,7 +74,7 @@ class Ranks:
         if replicas is not None and (
             not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1
         ):
-            raise ValueError(f"replicas={replicas!r}: must be None or a whole number from 1 on")
+            raise ValueError(f"replicas={replicas!r}: must be None or a positive integer")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction={loss_reduction!r}: must be "mean" or "sum"')
         self.reduce_group = reduce_group
@@ -96,7 +96,7 @@ class Ranks:
         return group if dist.get_world_size(group) > 1 else None
 
     def copies(self, param: Tensor, label: str) -> int:
-        """On how many ranks of the group the same elements of a parameter lie."""
+        """How many ranks of the group hold the same elements of a parameter."""
         group = self.group()
         if group is None:
             return 1
@@ -292,8 +292,8 @@ class Exchange:
             self._raises_everywhere = False
             return loss
         # A host that does not read skips the step by a loss that is not finite.
-        told = received[:, Message.AGREEMENT]
-        bad = ~(told == told[0]).all() | (received[:, Message.STATUS] == Status.PROBLEM).any()
+        sent = received[:, Message.AGREEMENT]
+        bad = ~(sent == sent[0]).all() | (received[:, Message.STATUS] == Status.PROBLEM).any()
         return loss.masked_fill(bad | (everyone[Message.WEIGHT] == 0), math.nan)
 
     def _check(self, rows: list[list[float]]) -> bool:
@@ -348,9 +348,9 @@ class Exchange:
         message = f"rank {rank} of {self.size}: {kind}: {text}"
         raise ERRORS.get(kind, RuntimeError)(message) from self.problem
 
-    def _difference(self, told: list[dict[str, Any]]) -> str:
-        for key in dict.fromkeys(key for agreement in told for key in agreement):
-            values = [agreement.get(key) for agreement in told]
+    def _difference(self, agreements: list[dict[str, Any]]) -> str:
+        for key in dict.fromkeys(key for items in agreements for key in items):
+            values = [items.get(key) for items in agreements]
             other = next((r for r, value in enumerate(values) if value != values[0]), None)
             if other is not None:
                 ours, theirs = values[0], values[other]

@@ -946,8 +946,8 @@ CHECKPOINT = of(
     ),
     (
         "state-other-columns-taken-for-own",
-        '    reserved = {"step", *STATE_KEYS, *beside}\n',
-        '    reserved = {"step", *STATE_KEYS} & known | beside\n',
+        '    reserved = {"step", *STATE_KEYS, *optional}\n',
+        '    reserved = {"step", *STATE_KEYS} & known | optional\n',
         "tests/test_checkpoints.py -k none_of_the_users_own",
         "state of another optimizer is refused",
     ),
