@@ -132,14 +132,14 @@ def load_state(
     are the user's own: they are copied as they are.
     """
     rule, (param, label, parameter_index) = RULES[algorithm], into
-    # torch's loader of flattened state gives {} for what lies beside the numbers and was not saved.
-    beside = {REMAINDER, *map(scale_key, STATE_KEYS)}
-    reserved = {"step", *STATE_KEYS, *beside}
+    # torch's loader of flattened state gives {} for tensors that were not saved.
+    optional = {REMAINDER, *map(scale_key, STATE_KEYS)}
+    reserved = {"step", *STATE_KEYS, *optional}
     own = {k: copied(v) for k, v in values.items() if k not in reserved}
     values = {
         k: v
         for k, v in values.items()
-        if k in reserved and not (k in beside and isinstance(v, dict) and not v)
+        if k in reserved and not (k in optional and isinstance(v, dict) and not v)
     }
     required = {"step"} | ({"exp_avg_sq"} if rule.rms else set())
     known = required | ({"momentum_buffer"} if rule.momentum else set())
@@ -155,8 +155,8 @@ def load_state(
             'with the rounding that it was saved with, or add "remainder": '
             "torch.zeros_like(param, dtype=torch.int16) to go on from the rounded parameter"
         )
-    owner, mend = f"{label}, as loaded,", "load it into the model that it was saved with"
-    check_state(values, param, rule, owner, mend)
+    owner, fix = f"{label}, as loaded,", "load it into the model that it was saved with"
+    check_state(values, param, rule, owner, fix)
     _check_numbers(values, owner)
     check_storage(param, storage_of(rule, storage), label)
     state: dict[str, Any] = {}
@@ -179,21 +179,21 @@ def copied(value: Any) -> Any:
 
 def _check_numbers(values: dict[str, Any], owner: str) -> None:
     """Raise unless a run can have left these numbers behind: finite ones, and v not negative."""
-    mend = (
+    fix = (
         "no step stores that, so the file is damaged: load an earlier one, or leave this state out"
     )
     if "step" in values:
         count = float(values["step"])
         if not (math.isfinite(count) and count >= 0 and count.is_integer()):
-            raise ValueError(f"the step of {owner} is {count}, not a count of steps: {mend}")
+            raise ValueError(f"the step of {owner} is {count}, not a count of steps: {fix}")
     for key in set(STATE_KEYS) & set(values):
         numbers = local(values[key])
         if numbers.is_complex():
             numbers = torch.view_as_real(numbers.resolve_conj())
         if not numbers.isfinite().all():
-            raise ValueError(f"the {key} of {owner} has numbers that are not finite: {mend}")
+            raise ValueError(f"the {key} of {owner} has numbers that are not finite: {fix}")
         if key == "exp_avg_sq" and (numbers < 0).any():
-            raise ValueError(f"the {key} of {owner} has negative numbers: {mend}")
+            raise ValueError(f"the {key} of {owner} has negative numbers: {fix}")
 
 
 def _check_storable(values: Tensor, key: str, form: Format, label: str) -> None:

@@ -258,7 +258,8 @@ def check_gradient(param: Tensor, label: str) -> None:
         )
     if is_sharded(param) != is_sharded(grad):
         raise TypeError(
-            f"one of {label} and its gradient is a DTensor and the other is not: make both of a kind"
+            f"one of {label} and its gradient is a DTensor and the other is not: "
+            "make both DTensors or both plain tensors"
         )
     grad = local(grad)
     arriving = hasattr(grad, "trigger_wait")  # a collective's result, which a copy waits for
@@ -309,7 +310,7 @@ def check_overlap(tensors: list[tuple[Tensor, str]]) -> None:
 
 
 class _Addresses:
-    """A tensor's elements as numpy sees them; numpy never looks at the memory itself."""
+    """A tensor's elements as numpy sees them; numpy never reads the memory itself."""
 
     def __init__(self, address: int, shape: list[int], strides: list[int], itemsize: int) -> None:
         self.__array_interface__ = {

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
-from .backends.reference import report_step
 from .checkpoint import SAVED, LoadedInto, load, plain_state
 from .checks import (
     FOREIGN_OPTIONS,
@@ -31,7 +30,7 @@ from .formats import Storage
 from .hooks import entrance
 from .loss import PendingLoss, has_gradients
 from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, misplaced
-from .ranks import Agreement, Exchange, Ranks
+from .ranks import ALONE, NOTHING_AGREED, Agreement, Alone, Exchange, Ranks, add_up
 from .rules import RULES, Reason, Rule
 from .shards import is_sharded, local
 from .tables import Count, DeviceTables, GroupValues, Size
@@ -83,7 +82,7 @@ class NGNOptimizer(Optimizer):
         reduce_group: the ranks that share one step size: "auto" (all of torch.distributed's, if
             there are several), a process group, or None for this process alone.
         replicas: how many of these ranks hold each ordinary parameter: None for all of them, 1
-            where every rank owns other ones. DTensors tell by themselves.
+            where every rank owns other ones. DTensors follow from their meshes.
         loss_reduction: "mean" of the ranks' losses, or their "sum".
         state: how m and v are stored: "float32", "bfloat16" or "8bit", or a pair of these.
         rounding: of 16-bit parameters: "nearest", "stochastic" or "exact".
@@ -133,8 +132,8 @@ class NGNOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._tables: dict[torch.device, DeviceTables] = {}
         self._home: DeviceTables | None = None
-        self._talk: Exchange | None = None
-        self._agreed: tuple[Any, Agreement] | None = None
+        self._last_exchange: Exchange | Alone = ALONE
+        self._agreed: tuple[Any, Agreement] = (None, NOTHING_AGREED)
         self._checked: Any = None
         self.rule = Rule()
         self._values: list[GroupValues] = []
@@ -158,7 +157,7 @@ class NGNOptimizer(Optimizer):
     def max_grad_norm(self, value: float | None) -> None:
         if value is not None:
             require("max_grad_norm", value, "None or in (0, inf)", lambda v: 0 < v < math.inf)
-        self._max_grad_norm = value
+        self._max_grad_norm = None if value is None else float(value)
 
     @property
     def backend(self) -> str:
@@ -227,28 +226,35 @@ class NGNOptimizer(Optimizer):
     def _set_rule(self, momentum: bool) -> None:
         """The point of the grid; momentum is on once any group has had some."""
         momentum = momentum or any(_betas(group)[0] > 0 for group in self.param_groups)
-        self.rule = replace(RULES[self.defaults["algorithm"]], momentum=momentum)
+        rule = RULES[self.defaults["algorithm"]]
+        self.rule = rule if rule.momentum == momentum else replace(rule, momentum=momentum)
 
     def _group_values(self) -> tuple[list[GroupValues], dict[int, Tensor]]:
-        """The groups' values, checked if they changed; an lr on a device comes apart, unread."""
-        values, device_lrs = [], {}
+        """The groups' values, checked if they changed; lrs on a device are returned apart, unread."""
+        seen, device_lrs = [], {}
         for index, group in enumerate(self.param_groups):
-            lr = group["lr"]
+            lr, betas = group["lr"], group.get("betas")
             if isinstance(lr, Tensor):
                 if lr.device.type != "cpu":
                     device_lrs[index] = lr
                 lr = lr.item() if lr.device.type == "cpu" else 0.0
-            eps = group.get("eps", 1.0)
-            values.append(GroupValues(lr, *_betas(group), eps, group["weight_decay"]))
-        seen = values, [len(group) for group in self.param_groups]  # a key may have come, too
+            if isinstance(betas, list):  # which may have been changed in place
+                betas = tuple(betas)
+            others = group.get("momentum"), group.get("beta2"), group.get("eps")
+            seen.append((lr, betas, others, group["weight_decay"], len(group)))
         if seen != self._checked:
             for group in self.param_groups:
                 check_group(group, self.defaults)
             self._set_rule(self.rule.momentum)
             self._checked = seen
             self._values = [
-                v._replace(lr=usable_lr(v.lr, group, self.defaults))
-                for v, group in zip(values, self.param_groups, strict=True)
+                GroupValues(
+                    usable_lr(values[0], group, self.defaults),
+                    *_betas(group),
+                    group.get("eps", 1.0),
+                    group["weight_decay"],
+                )
+                for values, group in zip(seen, self.param_groups, strict=True)
             ]
         return self._values, device_lrs
 
@@ -319,7 +325,7 @@ class NGNOptimizer(Optimizer):
             closure: re-evaluates the model and returns the loss. What ``add_loss`` or ``set_loss``
                 gave, before or in the closure, takes precedence over what it returns.
             loss: the loss that the gradients belong to, a number or a tensor with one element; of
-                several ``backward()`` calls their sum. A closure beside it must return None.
+                several ``backward()`` calls their sum. A closure given as well must return None.
 
         Returns:
             The loss as it was given, or what the closure returned.
@@ -327,88 +333,69 @@ class NGNOptimizer(Optimizer):
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
             exchange = self._exchange()
             try:
-                given, value, plan = self._prepare(closure, loss, exchange)
-                if plan is None:
+                given, value = self._pending.of_step(closure, loss, self.param_groups)
+                plan = self._prepare(value, exchange, closure is not None)
+                if plan is None or not add_up(plan, exchange, value is not None):
                     return given
-                for index, reduction in enumerate(plan.rounds):
-                    if reduction is not None:
-                        plan.reduce(reduction)
-                    if exchange and not exchange.combine(plan, value is not None, index):
-                        plan.finish()
-                        return given
             except Exception as error:
-                if exchange is None:
-                    raise
                 exchange.fail(error)
-            plan.draft()
-            if not plan.apply():
-                report_step(plan.rule, plan.totals[0], plan.home.inputs, plan.home.report)
+            plan.apply()
             plan.finish()
             self._home = plan.home
             self._warn_of(plan.home.report.unheard_reason())
             return given
 
-    def _exchange(self) -> Exchange | None:
-        """With the ranks of this step, if there are others."""
-        group, exchange = self._ranks.group(), self._talk
+    def _exchange(self) -> Exchange | Alone:
+        """With the ranks of this step."""
+        group, exchange = self._ranks.group(), self._last_exchange
         if group is None:
-            self._talk = None
-            return None
+            self._last_exchange = ALONE
+            return ALONE
         home = home_device(self.param_groups)
-        if exchange is None or exchange.group is not group or exchange.home != home:
-            name, check = type(self).__name__, self._check_height
-            exchange = self._talk = Exchange(self._ranks, group, name, home, check)
+        if exchange.group is not group or exchange.home != home:
+            name, check = type(self).__name__, self._check_loss
+            exchange = self._last_exchange = Exchange(self._ranks, group, name, home, check)
         exchange.begin()
         return exchange
 
     def _prepare(
-        self, closure: Callable[[], Any] | None, loss: Any, exchange: Exchange | None
-    ) -> tuple[Any, float | Tensor | None, Plan | None]:
-        """The loss as given and as a number, and the plan, which has been told all that it needs.
-
-        The plan is None where no step is to be taken.
-        """
-        given, value = self._pending.of_step(closure, loss, self.param_groups)
-        if value is None:
-            if self._only_creates_state():
-                self._make_plan(self._draft(), None)
-                return None, None, None
-            if exchange is None:
-                if has_gradients(self.param_groups):
-                    missing = self._pending.missing(type(self).__name__, closure is not None)
-                    raise RuntimeError(missing)
-                return None, None, None
-        elif exchange is None:
-            value = whole_loss(value)
-            self._check_height(value)
+        self, loss: float | Tensor | None, exchange: Exchange | Alone, by_closure: bool
+    ) -> Plan | None:
+        """The plan with the numbers of this step, or None where no step is to be taken."""
+        if loss is None and self._only_creates_state():
+            self._make_plan(self._draft(), ALONE)
+            return None
+        has_gradient = has_gradients(self.param_groups)
+        if exchange is ALONE:
+            if loss is None and has_gradient:
+                raise RuntimeError(self._pending.missing(type(self).__name__, by_closure))
+            if loss is None:
+                return None
+            loss = whole_loss(loss)
+            self._check_loss(loss)
         values, device_lrs = self._group_values()
         known, self._plan = self._plan, None  # one whose step fails is not kept
-        plan = known if known is not None and self._fits(known, exchange) else None
-        draft = None
-        if plan is None:
-            draft = self._draft()
-        elif not plan.look(self.param_groups, self.state):
-            draft, plan = self._draft(plan if plan.has_grown else None), None
-        if exchange is not None:
-            exchange.agreement = self._agreement(plan, values, device_lrs)
-            exchange.has_gradients = has_gradients(self.param_groups)
-            # Every collective of this rank's tensors comes after this, and what can be refused before.
-            if is_sharded(value) or misplaced(plan, draft):
-                exchange.announce()
+        plan = self._current(known, exchange)
+        draft = self._draft(known) if plan is None else None
+        # Every collective of this rank's tensors comes after this, and what can be refused before.
+        if isinstance(exchange, Exchange):
+            agreement = self._agreement(plan, values, device_lrs)
+            exchange.meet(agreement, has_gradient, is_sharded(loss) or misplaced(plan, draft))
+            loss = 0.0 if loss is None else whole_loss(loss)
         if draft is not None:
             plan = self._make_plan(draft, exchange)
-            if not plan.look(self.param_groups, self.state):
-                raise RuntimeError("a tensor was replaced while the step was being planned")
-        assert plan is not None
+        assert plan is not None and loss is not None
         plan.load_gradients()
-        if value is not None and exchange is not None:
-            value = whole_loss(value)
         for device in plan.devices:
             device.inputs.set_groups(values, device_lrs)
-            device.inputs.set(self._scalars(0.0 if value is None else value))
+            device.inputs.set(
+                loss,
+                (self._loss_floor, self._max_grad_norm),
+                (self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")),
+            )
             device.inputs.send()
         self._plan = plan
-        return given, value, plan
+        return plan
 
     def _only_creates_state(self) -> bool:
         """torch.distributed.checkpoint makes optimizers create their state by such a step.
@@ -420,58 +407,37 @@ class NGNOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         return all(p.grad is not None and not local(p.grad).any() for p in params)
 
+    def _current(self, plan: Plan | None, exchange: Exchange | Alone) -> Plan | None:
+        """The plan of the step before, if nothing but gradients has changed since."""
+        fits = (
+            plan is not None
+            and (plan.rule is self.rule or plan.rule == self.rule)
+            and plan.clipping == (self._max_grad_norm is not None)
+            and plan.is_of(exchange.group)
+            and plan.look(self.param_groups, self.state)
+        )
+        return plan if fits else None
+
     def _agreement(
         self, plan: Plan | None, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> Agreement:
-        """What must be the same on every rank; of groups that all ranks have, all values."""
+        """What must be the same on every rank, made again where something has changed."""
         made_of = values, self._loss_floor, self._max_grad_norm
-        if plan is None or self._agreed is None or self._agreed[0] != made_of:
-            self._agreed = made_of, Agreement(self._shared_values(values, device_lrs))
-        return self._agreed[1]
-
-    def _shared_values(
-        self, values: list[GroupValues], device_lrs: dict[int, Tensor]
-    ) -> dict[str, Any]:
-        clipping = self._max_grad_norm
-        shared: dict[str, Any] = {
-            "the algorithm": self.defaults["algorithm"],
-            "loss_floor": self._loss_floor,
-            "max_grad_norm": None if clipping is None else float(clipping),
-            "loss_reduction": self.loss_reduction,
-            "replicas": self.replicas,
-        }
-        if self.replicas is None:
+        if plan is None or self._agreed[0] != made_of:
+            options = {
+                "the algorithm": self.defaults["algorithm"],
+                "loss_floor": self._loss_floor,
+                "max_grad_norm": self._max_grad_norm,
+            }
             groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
             params = [p for group in self.param_groups for p in group["params"]]
-            devices = sorted({p.device.type for p in params})
-            shared["state and rounding"] = tuple(self._storage)
-            shared["the backend"] = ", ".join(default_backend(self._backend, d) for d in devices)
-            shared["the number of groups"] = len(groups)
-            shared["the number of elements"] = sum(p.numel() for p in params)
-            shared |= {
-                f"the values of group {i}": tuple(map(float, v)) for i, v in enumerate(groups)
-            }
-            # Rounding depends on a parameter's place.
-            shared["the order of the parameters"] = [
-                f"{str(p.dtype).removeprefix('torch.')}{tuple(p.shape)}" for p in params
-            ]
-        return shared
+            backend = partial(default_backend, self._backend)
+            agreement = self._ranks.agreement(options, groups, params, self._storage, backend)
+            self._agreed = made_of, agreement
+        return self._agreed[1]
 
-    def _scalars(self, loss: float | Tensor) -> list[float | Tensor]:
-        """What a step is told, in the order of Input."""
-        clipping = math.inf if self._max_grad_norm is None else self._max_grad_norm
-        grad_scale = self.__dict__.get("grad_scale")  # GradScaler sets these two, perhaps to None
-        found_inf = self.__dict__.get("found_inf")
-        return [
-            loss,
-            self._loss_floor,
-            1.0 if grad_scale is None else grad_scale,
-            0.0 if found_inf is None else found_inf,
-            clipping,
-        ]
-
-    def _check_height(self, loss: float | Tensor) -> None:
-        """A loss on a device is never read: there the kernels look at it."""
+    def _check_loss(self, loss: float | Tensor) -> None:
+        """Raise if a loss on the host is below the floor; kernels check one on a device."""
         if not isinstance(loss, Tensor) and math.isfinite(loss) and loss < self._loss_floor:
             raise ValueError(
                 f"the loss {loss} is below loss_floor={self.loss_floor}: NGN step sizes need "
@@ -482,16 +448,10 @@ class NGNOptimizer(Optimizer):
         if reason is not Reason.NONE:
             warn(f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning)
 
-    def _fits(self, plan: Plan, exchange: Exchange | None) -> bool:
-        """Whether a plan is of this step's rule, passes and ranks."""
-        return (
-            plan.rule == self.rule
-            and plan.clipping == (self._max_grad_norm is not None)
-            and plan.is_of(None if exchange is None else exchange.group)
-        )
-
     def _draft(self, known: Plan | None = None) -> Draft:
-        """Of parameters that take part, or of those that join a known plan."""
+        """Of parameters that take part, or of those alone that join a plan which is right otherwise."""
+        if known is not None and not known.has_grown:
+            known = None
         select = partial(select_backend, self.backend)
         participants = list(self._participants(known))
         draft = draft_plan(self.state, self.rule, participants, select, self._storage, known)
@@ -507,11 +467,14 @@ class NGNOptimizer(Optimizer):
                 label = self._label(group, place)
                 yield Participant(param, group, label, self._ranks.copies(param, label), number)
 
-    def _make_plan(self, draft: Draft, exchange: Exchange | None) -> Plan:
-        group = None if exchange is None else exchange.group
-        tables = partial(self._tables_of, alone=group is None)
+    def _make_plan(self, draft: Draft, exchange: Exchange | Alone) -> Plan:
+        tables = partial(self._tables_of, alone=exchange is ALONE)
         clipping = self._max_grad_norm is not None
-        return make_plan(draft, self.param_groups, self.state, self.rule, clipping, tables, group)
+        groups, group = self.param_groups, exchange.group
+        plan = make_plan(draft, groups, self.state, self.rule, clipping, tables, group)
+        if not plan.look(groups, self.state):
+            raise RuntimeError("a tensor was replaced while the step was being planned")
+        return plan
 
     def _tables_of(self, device: torch.device, alone: bool) -> DeviceTables:
         groups = len(self.param_groups)
@@ -580,7 +543,7 @@ class NGNOptimizer(Optimizer):
         Each group has what was counted and chosen for all of them as its ``"ngn"``, since loaders
         that flatten a state_dict keep what groups have, and nothing else.
         """
-        held, groups = self.state, self.param_groups
+        state, groups = self.state, self.param_groups
         options = {
             "skipped_steps": int(self.skipped_steps),
             "loss_floor": self.loss_floor,
@@ -589,11 +552,11 @@ class NGNOptimizer(Optimizer):
         for group in groups:
             group[SAVED] = dict(options)
         if self._storage.narrow or self._storage.rounding == "exact":
-            self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})
+            self.state = defaultdict(dict, {p: plain_state(values) for p, values in state.items()})
         try:
             return super().state_dict()
         finally:
-            self.state = held
+            self.state = state
             for group in groups:
                 group[SAVED] = None
 

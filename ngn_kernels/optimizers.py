@@ -201,7 +201,7 @@ class NGNMDv1W(_MomentumAndRms):
         m  <- b1 m + (1 - b1) a rho g / D + l a x
         x  <- x - m
 
-    As printed in the paper; docs/algorithms.md tells of the factor that its derivation loses.
+    As printed in the paper; docs/algorithms.md shows the factor that its derivation loses.
 
     Args: as :class:`NGNMDv1`, with ``weight_decay`` 1e-2 by default.
     """

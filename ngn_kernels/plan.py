@@ -46,6 +46,7 @@ from .state import (
     storage_of,
     stored_dtype,
 )
+from .step_size import report_step
 from .tables import Column, Count, DeviceTables, Sum, array_of, float_type
 from .transfer import Numbers
 
@@ -402,11 +403,6 @@ class Plan:
             if address[0] != 0:
                 row.dense.copy_(row.local)
 
-    def draft(self) -> None:
-        """Let backends that allocate memory in a step do so, before any of them writes anything."""
-        for bucket in self._drafting:
-            bucket.backend.draft(bucket, self.rule)
-
     def finish(self) -> None:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
         for bucket in self.buckets:
@@ -420,8 +416,11 @@ class Plan:
                 row.local.copy_(row.dense)
         self.signature.release()
 
-    def reduce(self, rule: Rule) -> None:
+    def reduce(self, index: int) -> None:
         """Sum over the rows of every bucket, and bring the sums to where they are read."""
+        rule = self.rounds[index]
+        if rule is None:
+            return
         for bucket in self.buckets:
             bucket.backend.reduce(bucket, rule)
         # Of a process alone every device reads them, of several ranks only the home device.
@@ -431,15 +430,18 @@ class Plan:
                 if bucket.sums is not target:
                     copy_to(target[bucket.index], bucket.sums[bucket.index])
 
-    def apply(self) -> bool:
-        """Update the rows of every bucket; False if none is at home, where the step is counted."""
+    def apply(self) -> None:
+        """Update the rows of every bucket, and count the step at home."""
+        for bucket in self._drafting:
+            bucket.backend.draft(bucket, self.rule)
         for bucket in reversed(self._elsewhere):
             bucket.backend.apply(bucket, self.rule, last=False)
         if self._elsewhere:
             self._share_reasons()
         for bucket in reversed(self._at_home):
             bucket.backend.apply(bucket, self.rule, last=bucket is self._at_home[0])
-        return bool(self._at_home)
+        if not self._at_home:
+            report_step(self.rule, self.totals[0], self.home.inputs, self.home.report)
 
     def _share_reasons(self) -> None:
         """Bring the other devices' reasons home."""

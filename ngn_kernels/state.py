@@ -48,7 +48,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def same_order(tensor: Tensor, other: Tensor) -> bool:
-    """Whether element i of both lies at the same place; dimensions of size 1 have no say."""
+    """Whether element i of both is at the same offset; dimensions of size 1 do not matter."""
     dims = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
     return tensor.numel() == 0 or all(size == 1 or a == b for size, a, b in dims)
 
@@ -96,8 +96,8 @@ def stored_dtype(param: Tensor, key: str, state: dict[str, Any], storage: Storag
     form = wanted_format(param, key, storage)
     if form is not None:
         return form.storage
-    held: torch.dtype = state[key].dtype if key in state else state_dtype(param.dtype)
-    return held if is_wide(held) else state_dtype(param.dtype)
+    dtype: torch.dtype = state[key].dtype if key in state else state_dtype(param.dtype)
+    return dtype if is_wide(dtype) else state_dtype(param.dtype)
 
 
 def storage_of(rule: Rule, storage: Storage) -> Storage:
@@ -113,13 +113,13 @@ def check_storage(param: Tensor, storage: Storage, owner: str) -> None:
         )
     if storage.rounding == "exact" and param.dtype == torch.float16:
         raise TypeError(
-            f"{owner} is float16, which does not have the range for its float32 number to be kept "
-            'beside it: use bfloat16, or rounding="stochastic"'
+            f'{owner} is float16, whose range is too small for rounding="exact": '
+            'use bfloat16, or rounding="stochastic"'
         )
 
 
 def check_rounding(dtypes: set[torch.dtype], rounding: str) -> None:
-    """Of all parameters together: beside bfloat16 ones there may be some that are exact already."""
+    """Raise unless a parameter is bfloat16, if any is there; others are exact already."""
     if rounding == "exact" and dtypes and torch.bfloat16 not in dtypes:
         raise TypeError(
             'rounding="exact" keeps what bfloat16 parameters lack, and none is bfloat16: '
@@ -127,40 +127,40 @@ def check_rounding(dtypes: set[torch.dtype], rounding: str) -> None:
         )
 
 
-MEND_STATE = "put back what was there, or start it anew with optimizer.state.pop(param)"
+RESTORE = "restore the original tensor, or reset the state with optimizer.state.pop(param)"
 
 
 def check_state(
-    state: dict[str, Any], param: Tensor, rule: Rule, owner: str, mend: str = MEND_STATE
+    state: dict[str, Any], param: Tensor, rule: Rule, owner: str, fix: str = RESTORE
 ) -> None:
-    """Raise unless what lies in a parameter's state can be used, after a move or a new layout."""
+    """Raise unless a parameter's state can be used, perhaps after a move or a new layout."""
     step = state.get("step", 0.0)
     is_tensor = isinstance(step, Tensor)
     if not (step.numel() == 1 and not step.is_complex() if is_tensor else isinstance(step, Real)):
-        raise ValueError(f"the step of {owner} is not one number: {mend}")
+        raise ValueError(f"the step of {owner} is not one number: {fix}")
     for key in columns_of(rule):
         if key not in state:
             continue
         tensor = state[key]
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            raise TypeError(f"the {key} of {owner} is not a dense tensor: {mend}")
+            raise TypeError(f"the {key} of {owner} is not a dense tensor: {fix}")
         if tensor.shape != param.shape:
-            raise ValueError(f"the {key} of {owner} has shape {tuple(tensor.shape)}: {mend}")
+            raise ValueError(f"the {key} of {owner} has shape {tuple(tensor.shape)}: {fix}")
         form = None if param.is_complex() else narrow_format(key, tensor.dtype)
         wide = is_wide(tensor.dtype) and tensor.is_complex() == param.is_complex()
         if form is None and not wide:
             raise ValueError(
                 f"the {key} of {owner} is {tensor.dtype}; state is float32 or float64, "
-                f"complex for complex parameters, or as state= says: {mend}"
+                f"complex for complex parameters, or as state= says: {fix}"
             )
         _check_mesh(tensor, param, key, owner)
         if not has_memory(local(tensor)):
-            raise TypeError(f"the {key} of {owner} has no memory: {mend}")
+            raise TypeError(f"the {key} of {owner} has no memory: {fix}")
         if form is not None and form.scale is not None:
             _check_scale(
-                state.get(scale_key(key)), local(tensor), form, f"the {key} of {owner}", mend
+                state.get(scale_key(key)), local(tensor), form, f"the {key} of {owner}", fix
             )
-    _check_remainder(state.get(REMAINDER), param, owner, mend)
+    _check_remainder(state.get(REMAINDER), param, owner, fix)
 
 
 def _check_mesh(tensor: Tensor, param: Tensor, key: str, owner: str) -> None:
@@ -175,7 +175,7 @@ def _check_mesh(tensor: Tensor, param: Tensor, key: str, owner: str) -> None:
         raise ValueError(f"{owner} and its {key} lie on different meshes: {advice}")
 
 
-def _check_remainder(remainder: Any, param: Tensor, owner: str, mend: str) -> None:
+def _check_remainder(remainder: Any, param: Tensor, owner: str, fix: str) -> None:
     if remainder is None:
         return
     fits = isinstance(remainder, Tensor) and (
@@ -185,7 +185,9 @@ def _check_remainder(remainder: Any, param: Tensor, owner: str, mend: str) -> No
         and has_memory(local(remainder))
     )
     if not fits:
-        raise ValueError(f"the remainder of {owner} is no int16 tensor of its shape: {mend}")
+        raise ValueError(
+            f"the remainder of {owner} must be an int16 tensor of the parameter's shape: {fix}"
+        )
     _check_mesh(remainder, param, REMAINDER, owner)
 
 
@@ -194,7 +196,7 @@ def scale_count(part: Tensor) -> int:
     return -(-part.numel() // QUANTUM)
 
 
-def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, mend: str) -> None:
+def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, fix: str) -> None:
     count = scale_count(code)
     fits = (
         isinstance(scale, Tensor)
@@ -206,11 +208,13 @@ def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, mend: str) 
     )
     if not fits:
         raise ValueError(
-            f"{owner} has no {count} scales beside it, one {form.scale} for each {QUANTUM} of its "
-            f"elements: {mend}"
+            f"{owner} needs a scale tensor of shape ({count},) and type {form.scale}, one scale for "
+            f"each {QUANTUM} elements: {fix}"
         )
     if not is_dense(code):
-        raise ValueError(f"{owner} has gaps in memory, so that its scales fit no longer: {mend}")
+        raise ValueError(
+            f"{owner} has gaps in memory, so its scales no longer belong to its elements: {fix}"
+        )
 
 
 def step_count(count: float | Tensor, device: torch.device) -> Tensor:
@@ -228,10 +232,10 @@ def init_state(
     storage: Storage = Storage(),  # noqa: B008
     number: int = 0,
 ) -> None:
-    """Create what is missing, and bring what a move, a cast or a new layout left behind along.
+    """Create missing state, and convert existing state to the parameter's device, type and layout.
 
     Args:
-        number: the parameter's own in the optimizer, which rounding depends on.
+        number: the parameter's index in the optimizer, which stochastic rounding depends on.
     """
     state["step"] = step_count(state.get("step", 0.0), param.device)
     for key in columns_of(rule):
@@ -252,7 +256,7 @@ def init_state(
 
 
 def is_in_place(tensor: Tensor, param: Tensor) -> bool:
-    """Whether its elements lie where a kernel looks for those that belong to the parameter's."""
+    """Whether its elements have the device, placement and memory order of the parameter's."""
     if not same_placement(tensor, param):
         return False
     part, here = local(tensor), local(param)
@@ -280,9 +284,9 @@ def plain(state: dict[str, Any], key: str) -> Tensor:
 def put(
     state: dict[str, Any], key: str, values: Tensor, param: Tensor, form: Format | None, number: int
 ) -> None:
-    """Numbers as a column of the state, in the parameter's memory order and the given format.
+    """Store numbers in the state, in the parameter's memory order and the given format.
 
-    What a format can hold stays as it is, so that storing what was stored changes nothing.
+    Numbers that a format can represent stay the same, so storing twice changes nothing.
     """
     state.pop(scale_key(key), None)
     if form is None:

@@ -33,6 +33,7 @@ ROOMS = (
         "signature",
         "transfer",
         "tables",
+        "step_size",
     ),
     *("plan", "ranks", "backends", "hooks", "optimizer", "optimizers", "trainers", "__init__"),
     *("doctor", "__main__"),
