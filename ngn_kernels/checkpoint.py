@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_group
+from .distributed.dtensors import is_sharded, local
 from .formats import REMAINDER, Format, Storage, rounding_of, scale_key
+from .options import check_group
 from .rules import RULES
-from .shards import is_sharded, local
 from .state import (
     STATE_KEYS,
     check_state,

@@ -22,9 +22,9 @@ from .checks import (
     is_dense,
     span_of,
 )
+from .distributed.dtensors import first_element, is_sharded, local, placed_like, same_placement
 from .formats import QUANTUM, REMAINDER, Storage, narrow_format, noise_key, rounding_of, scale_key
 from .rules import Rule
-from .shards import first_element, is_sharded, local, placed_like, same_placement
 from .signature import (
     EMPTY_ADDRESS,
     GROWN,

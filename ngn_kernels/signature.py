@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .shards import local, same_placement
+from .distributed.dtensors import local, same_placement
 from .state import same_order
 
 try:

@@ -10,6 +10,15 @@ import torch
 from torch import Tensor
 
 from .checks import has_memory, is_dense
+from .distributed.dtensors import (
+    first_element,
+    is_sharded,
+    like,
+    local,
+    placed_like,
+    same_mesh,
+    same_placement,
+)
 from .formats import (
     FLOAT32,
     FORMATS,
@@ -27,15 +36,6 @@ from .formats import (
     scale_key,
 )
 from .rules import Rule
-from .shards import (
-    first_element,
-    is_sharded,
-    like,
-    local,
-    placed_like,
-    same_mesh,
-    same_placement,
-)
 
 STATE_KEYS = ("momentum_buffer", "exp_avg_sq")
 

@@ -14,9 +14,9 @@ from pair import Pair
 from torch import Tensor
 
 from ngn_kernels import SkippedStepWarning, plan
+from ngn_kernels.distributed.exchange import Ranks
 from ngn_kernels.optimizer import WARNINGS
 from ngn_kernels.plan import BucketKey
-from ngn_kernels.ranks import Ranks
 from ngn_kernels.rules import Reason
 
 NAN = float("nan")

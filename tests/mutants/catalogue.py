@@ -726,7 +726,7 @@ BACKWARD_COUNTER = of(
 )
 
 RANKS = of(
-    "ranks.py",
+    "exchange.py",
     (
         "ranks-mean-over-all",
         "loss = loss / everyone[Message.WEIGHT]",
@@ -823,7 +823,7 @@ RANKS = of(
 )
 
 SHARDS = of(
-    "shards.py",
+    "dtensors.py",
     (
         "shards-copies-of-a-mesh",
         "            count *= spec.device_mesh.size(dimension)\n",
@@ -989,6 +989,38 @@ STEP_SIZE = of(
         "torch.sign(reason, out=new.skipped)",
         "tests/test_atomic.py -k 'test_non_finite_loss and reference and NGNM'",
         "a skipped step is counted",
+    ),
+)
+
+OPTIONS = of(
+    "options.py",
+    (
+        "checks-any-lr-below-zero",
+        "return 0.0 if lr >= -LR_ROUNDING * start else lr",
+        "return 0.0",
+        "tests/test_schedulers.py -k below_zero",
+        "an lr that is negative by mistake is refused",
+    ),
+    (
+        "checks-lr-rounding-of-the-default",
+        'start = group.get("initial_lr", defaults["lr"])',
+        'start = defaults["lr"]',
+        "tests/test_schedulers.py -k below_zero",
+        "an lr is rounded relative to what its schedule began with",
+    ),
+    (
+        "checks-misspelt-names",
+        "        if advice is None and near and near[0] not in name:",
+        "        if False:",
+        "tests/test_bad_input.py -k nobody_reads",
+        "a misspelt option in a group is refused",
+    ),
+    (
+        "checks-names-made-of-ours",
+        " and near[0] not in name:",
+        ":",
+        "tests/test_bad_input.py -k users_own",
+        "users may keep names of their own in groups",
     ),
 )
 
@@ -1287,34 +1319,6 @@ CHECKS = of(
         "    if param.is_complex() and not grad.is_complex():\n",
         "tests/test_bad_input.py -k 'is_complex_where and cpu'",
         "a real parameter with a complex gradient is refused",
-    ),
-    (
-        "checks-any-lr-below-zero",
-        "return 0.0 if lr >= -LR_ROUNDING * start else lr",
-        "return 0.0",
-        "tests/test_schedulers.py -k below_zero",
-        "an lr that is negative by mistake is refused",
-    ),
-    (
-        "checks-lr-rounding-of-the-default",
-        'start = group.get("initial_lr", defaults["lr"])',
-        'start = defaults["lr"]',
-        "tests/test_schedulers.py -k below_zero",
-        "an lr is rounded relative to what its schedule began with",
-    ),
-    (
-        "checks-misspelt-names",
-        "        if advice is None and near and near[0] not in name:",
-        "        if False:",
-        "tests/test_bad_input.py -k nobody_reads",
-        "a misspelt option in a group is refused",
-    ),
-    (
-        "checks-names-made-of-ours",
-        " and near[0] not in name:",
-        ":",
-        "tests/test_bad_input.py -k users_own",
-        "users may keep names of their own in groups",
     ),
 )
 
@@ -1687,6 +1691,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *STATE,
     *CHECKPOINT,
     *STEP_SIZE,
+    *OPTIONS,
     *FORMATS,
     *TABLES,
     *TRANSFER,

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .formats import Storage
-from .plan import Plan, copy_to
-from .shards import copies, is_sharded
-from .tables import GroupValues, Input, array_of, float_type
-from .transfer import is_capturing
+from ..formats import Storage
+from ..plan import Plan, copy_to
+from ..tables import GroupValues, Input, array_of, float_type
+from ..transfer import is_capturing
+from .dtensors import copies, is_sharded
 
 
 class Message(IntEnum):
