@@ -112,7 +112,7 @@ def check_overlap(tensors: list[tuple[Tensor, str]]) -> None:
         device, start, _, tensor, label = span
         reaching = [other for other in reaching if other[0] == device and other[2] > start]
         for *_, other_tensor, other_label in reaching:
-            if _share_memory(_addresses(tensor), _addresses(other_tensor)):
+            if _share_memory(tensor, other_tensor):
                 raise ValueError(
                     f"{other_label} and {label} overlap in memory; "
                     "pass tied weights once, as the same Parameter object"
@@ -123,40 +123,31 @@ def check_overlap(tensors: list[tuple[Tensor, str]]) -> None:
 class _Addresses:
     """A tensor's elements as numpy sees them; numpy never reads the memory itself."""
 
-    def __init__(self, address: int, shape: list[int], strides: list[int], itemsize: int) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        itemsize = tensor.element_size()
         self.__array_interface__ = {
             "version": 3,
-            "data": (address, True),
-            "shape": tuple(shape),
-            "strides": tuple(stride * itemsize for stride in strides),
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * itemsize for stride in tensor.stride()),
             "typestr": f"|V{itemsize}",
         }
 
 
-def _addresses(tensor: Tensor) -> np.ndarray:
-    place = tensor.data_ptr(), list(tensor.shape), list(tensor.stride()), tensor.element_size()
-    return np.asarray(_Addresses(*place))
-
-
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements that differ first in some dimension share an address.
-
-    Only their distance matters, so that the one may have index 0 there, and both in those before.
-    """
-    shape, strides, itemsize = list(tensor.shape), list(tensor.stride()), tensor.element_size()
-    for d in range(len(shape)):
-        rest = [shape[d] - 1, *shape[d + 1 :]], strides[d:]
-        start = tensor.data_ptr()
-        first = np.asarray(_Addresses(start, shape[d + 1 :], strides[d + 1 :], itemsize))
-        others = np.asarray(_Addresses(start + strides[d] * itemsize, *rest, itemsize))
-        if shape[d] > 1 and _share_memory(first, others):
+    """Whether a dimension's stride is too small to step over the dimensions with smaller ones."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
             return True
+        reach += stride * (size - 1)
     return False
 
 
-def _share_memory(a: np.ndarray, b: np.ndarray) -> bool:
-    """Exactly, but for layouts so intricate that it would take for ever: these count as shared."""
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Exact, except for layouts so intricate that it would take too long: these count as shared."""
     try:
-        return np.shares_memory(a, b, max_work=1_000_000)  # type: ignore[arg-type]
+        arrays = np.asarray(_Addresses(a)), np.asarray(_Addresses(b))
+        return np.shares_memory(*arrays, max_work=1_000_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
