@@ -22,7 +22,7 @@ help:
 	@echo "make lint types   ruff and mypy"
 	@echo "make bench-suite  the pytest-benchmark suite"
 	@echo "make reference    measure what README and docs show, on a quiet machine (7 minutes)"
-	@echo "make readme       README's table and picture from bench/results"
+	@echo "make readme       the tables of README and docs, and the picture of a step, from bench/results"
 	@echo "make readme-check fails if they do not match"
 	@echo "make sanitize     the CPU tests under the address and undefined-behaviour sanitizers"
 	@echo "make sanitize-threads the C++ engine's threads under the thread sanitizer"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ngn_kernels.state import plain_state
+from ngn_kernels.checkpoint import plain_state
 
 from .contenders import Contender
 from .environment import first_line

@@ -31,15 +31,15 @@ LEARNING_RATE = 1e-3
 PATIENCE = timedelta(seconds=120)
 # What a step may call, with the position of what this rank sends.
 COLLECTIVES = {"all_gather": 1, "all_gather_into_tensor": 1, "all_reduce": 0}
-LAYOUTS = {"alone": "each process alone", "ddp": "DDP", "fsdp2": "FSDP2"}
+LAYOUTS = {"alone": "alone", "ddp": "DDP", "fsdp2": "FSDP2"}
 OPTIMIZERS = ("NGN-MDv1", "AdamW · fused")
 CAPTION = (
-    "Each process holds {tensors} matrices of {side} × {side}: whole ones alone and under DDP, its "
+    "Each process has {tensors} matrices of {side} × {side}: whole ones alone and under DDP, its "
     "shard of larger ones under FSDP2. All rows of a number of processes take turns in the same "
-    "processes, {threads} thread(s) each. step(): median on rank 0, after a barrier; outside: of "
-    "that, not in a collective. bytes: what a rank sends in a step. vs AdamW: step() over that of "
-    "AdamW in the same layout. outside vs alone: over the same optimizer's on ordinary tensors "
-    "without a group. same bits: parameters on all ranks under DDP, the step size under FSDP2."
+    "processes, {threads} thread(s) each. step(): median on rank 0, after a barrier; outside: the "
+    "part of it that is not in a collective. sent: by a rank in a step, and in how many collectives. "
+    "vs AdamW: step() over that of AdamW in the same layout. vs alone: the part outside, over that "
+    "of each process alone. same bits: parameters on all ranks under DDP, the step size under FSDP2."
 )
 
 
@@ -307,11 +307,11 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def ranks_table(record: dict[str, Any]) -> Table:
     columns = (
-        Column("processes"),
+        Column("ranks"),
         Column("layout", right=False),
         Column("optimizer", right=False),
-        *map(Column, ("step()", "±", "fastest", "outside", "fastest", "collectives", "bytes")),
-        *map(Column, ("vs AdamW", "outside vs alone", "same bits")),
+        *map(Column, ("step()", "±", "fastest", "outside", "sent")),
+        *map(Column, ("vs AdamW", "vs alone", "same bits")),
     )
     words = {True: "yes", False: "NO", None: "–"}
     rows = [
@@ -323,9 +323,7 @@ def ranks_table(record: dict[str, Any]) -> Table:
             spread_text(row["time"]),
             duration(row["time"]["fastest"]),
             duration(row["outside"]["median"]),
-            duration(row["outside"]["fastest"]),
-            str(row["collectives"]),
-            size(row["bytes"]),
+            f"{size(row['bytes'])} in {row['collectives']}" if row["collectives"] else "–",
             f"{row['ratio']:.2f}×",
             f"{row['outside_ratio']:.2f}×",
             words[row["same_bits"]],

@@ -1,7 +1,7 @@
 """Write what README and docs have between markers, or check that it matches its source.
 
-README's table and picture and the tables of docs/speed.md come from the stored reference run, that
-of docs/ranks.md from a stored run of `ngn-bench ranks`, the docs' tables of traffic from the rules.
+README's table, and the picture and tables of docs/speed.md, come from the stored reference run, the
+table of docs/ranks.md from a stored run of `ngn-bench ranks`, the docs' tables of traffic from the rules.
 `python -m ngn_bench.readme` rewrites them; `--check` changes nothing and exits with status 1 if it would.
 """
 
@@ -51,45 +51,68 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 READING = (
     "±: half the distance between the quartiles, with the number n of samples where that is below "
-    "5. Bandwidths count the bytes that a rule must move; a share over 100 % means that much of "
+    "5. GB/s counts the bytes that a rule must move; a share over 100 % means that much of "
     "the model stayed in a cache, which is faster than the memory. bytes moved: per parameter, by "
     "the code, where that is known. Tensors below 4,096 elements keep float32 state. on bfloat16: "
-    "parameters and gradients are bfloat16, against float32 ones of the others. checked: what the "
-    "results of a small case were compared with before anything was timed."
+    "parameters and gradients are bfloat16, against float32 ones of the others."
 )
+HEADLINE = (BASELINE, "ngnm:cpu", "ngnmdv1:cpu", "ngnmdv1:cpu/8bit+bfloat16", "ngnmdv1:plain")
+"""The contenders of README's table."""
 
 
-def benchmark_section(
-    record: dict[str, Any], picture: str, loops: dict[str, Any] | None = None
-) -> str:
-    """README's: a row for each rule and format, and if measured a training loop's time."""
+def benchmark_section(record: dict[str, Any]) -> str:
+    """README's: the ratios of a few contenders, and where they were measured."""
+    rows = [row for row in record["rows"] if row["contender"] in HEADLINE]
+    table = _ratios({**record, "rows": rows})
+    titles = [workload_title(rows_of(record, name)[0]) for name in workload_names(record)]
+    sizes = [title.partition(": ")[2].replace(" parameters", "") for title in titles]
+    columns = [*table.columns[:2], *map(Column, sizes)]
+    return f"{markdown_table(Table('', columns, table.rows))}\n{_measured(record)}\n"
+
+
+def _ratios(record: dict[str, Any]) -> Table:
+    """Contenders down, workloads across, the baseline in bold."""
     table = ratio_table(record)
     columns = [table.columns[0], Column("bytes of state"), *table.columns[2:]]
     cells = [_bold(row) if i == table.bold else row for i, row in enumerate(table.rows)]
+    return Table("", columns, cells)
+
+
+def speed_section(record: dict[str, Any], picture: str, loops: dict[str, Any] | None = None) -> str:
+    """All that was measured: ratios, a training loop's time, and a table for each workload."""
     parts = [
+        "## Ratios to fused AdamW\n",
         f"![Time of one optimizer step against fused AdamW]({picture})\n",
         "Time of a whole step, relative to torch's fused AdamW, whose own times stand in its row:\n",
-        markdown_table(Table("", columns, cells)),
+        markdown_table(_ratios(record)),
         f"{workloads_line(record)}\n",
-        f"{_measured(record)}\n",
     ]
     if loops is not None:
         parts.append(f"{loops_sentence(loops)}\n")
-    return "\n".join(parts)
-
-
-def speed_section(record: dict[str, Any]) -> str:
-    """All that was measured: a table for each workload, and what did not run."""
-    parts = []
     for workload in workload_names(record):
         rows = rows_of(record, workload)
         parts.append(f"## {workload_title(rows[0])}, {run_dtype(rows)}\n")
         parts.append(markdown_table(_table(rows)))
-    parts.append("## How to read it\n")
+    parts.append("## How to read the tables\n")
     parts.append(f"{READING} {memory_line(record)}".strip() + "\n")
+    parts.append(f"{_checked(record)}\n")
     parts += [f"{line[0].upper()}{line[1:]}.\n" for line in not_run_lines(record)]
     parts.append(f"{_measured(record)}\n")
     return "\n".join(parts)
+
+
+def _checked(record: dict[str, Any]) -> str:
+    """What each contender's results were compared with, before anything was timed."""
+    labels: dict[str, dict[str, None]] = {}
+    for row in record["rows"]:
+        if row["ratio"] is not None:
+            labels.setdefault(row["verdict"]["text"], {})[row["label"]] = None
+    most = max(labels, key=lambda text: len(labels[text]))
+    parts = [f"{', '.join(found)}: {text}" for text, found in labels.items() if text != most]
+    return (
+        "Each contender's results on a small case were checked before it was timed; = means that "
+        f"they agree. {'; '.join([*parts, f'all others: {most}'])}."
+    )
 
 
 def ranks_section(record: dict[str, Any]) -> str:
@@ -132,11 +155,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         Column("±"),
         Column("vs fused AdamW"),
         Column("GB/s"),
-        Column("of memory bandwidth"),
+        Column("of memory"),
         Column("bytes moved"),
-        Column("state"),
         Column("extra memory"),
-        Column("checked", right=False),
     ]
     timed = sorted(headline_rows(rows), key=lambda row: row["time"]["median"])
     cells = []
@@ -149,9 +170,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['bandwidth'] / 1e9:.1f}",
             "–" if row["share"] is None else f"{row['share']:.0%}",
             bytes_text(row["bytes_code"]),
-            size(row["state_bytes"]),
             size(row["extra_bytes"] or 0),
-            row["verdict"]["text"],
         ]
         cells.append(_bold(line) if row["contender"] == BASELINE else line)
     return Table("", columns, cells)
@@ -226,7 +245,7 @@ SHOWN_FORMATS = (
 
 def _formats_table() -> str:
     """Bytes that a step moves, and that the state holds, per parameter, by rule and format."""
-    columns = [Column("rule: moved / held", right=False)]
+    columns = [Column("rule: moved / state", right=False)]
     for state, rounding, dtype in SHOWN_FORMATS:
         exact = ", exact" if rounding == "exact" else ""
         short = "fp32" if dtype == torch.float32 else "bf16"
@@ -253,19 +272,31 @@ def _rules_by_passes() -> dict[Passes, list[NGNVariant]]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """What the pages are made from: the stored records, and where the picture lies from docs/."""
+
+    step: dict[str, Any]
+    ranks: dict[str, Any]
+    loops: dict[str, Any] | None
+    picture: str
+
+
 class Page(NamedTuple):
-    """A page in docs/: its markers' name, what stands between them, and from which kind of record."""
+    """A page in docs/: its markers' name, what stands between them, and from which kinds of record."""
 
     name: str
-    make: Callable[[dict[str, Any]], str]
-    kind: str = "no record"
+    make: Callable[[Sources], str]
+    kinds: tuple[str, ...] = ()
 
 
 PAGES = {
     "algorithms.md": Page("words", lambda _: words_section()),
     "gpu.md": Page("bytes", lambda _: bytes_section()),
-    "speed.md": Page("speed", speed_section, "step"),
-    "ranks.md": Page("ranks", ranks_section, "ranks"),
+    "speed.md": Page(
+        "speed", lambda s: speed_section(s.step, s.picture, s.loops), ("step", "loops")
+    ),
+    "ranks.md": Page("ranks", lambda s: ranks_section(s.ranks), ("ranks",)),
 }
 
 
@@ -338,24 +369,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    files = {"step": args.json, "ranks": args.ranks}
-    records = {kind: report.read_json(path, kind) for kind, path in files.items()}
-    record = records["step"]
-    loops = report.read_json(args.loops, "train") if args.loops.exists() else None
     try:
-        picture = args.picture.relative_to(args.readme.parent).as_posix()
+        picture = args.picture.relative_to(args.docs).as_posix()
     except ValueError:
-        raise BenchError(f"{args.picture} must lie below {args.readme}'s folder") from None
-    section = benchmark_section(record, picture, loops)
-    pages = {args.readme: replace_section(args.readme, "bench", section)}
-    sources = {args.readme: f"{args.json} and {args.loops}"}
+        raise BenchError(f"{args.picture} must lie below {args.docs}") from None
+    record = report.read_json(args.json, "step")
+    sources = Sources(
+        record,
+        report.read_json(args.ranks, "ranks"),
+        report.read_json(args.loops, "train") if args.loops.exists() else None,
+        picture,
+    )
+    files = {"step": args.json, "ranks": args.ranks, "loops": args.loops}
+    pages = {args.readme: replace_section(args.readme, "bench", benchmark_section(record))}
+    origins = {args.readme: str(args.json)}
     for file, page in PAGES.items():
         path = args.docs / file
-        pages[path] = replace_section(path, page.name, page.make(records.get(page.kind, {})))
-        sources[path] = str(files.get(page.kind, "the rules"))
+        pages[path] = replace_section(path, page.name, page.make(sources))
+        origins[path] = " and ".join(str(files[kind]) for kind in page.kinds) or "the rules"
     if args.check:
         stale = [
-            f"{path} does not match {sources[path]}"
+            f"{path} does not match {origins[path]}"
             for path, (text, wanted) in pages.items()
             if wanted != text
         ]

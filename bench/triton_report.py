@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -118,7 +118,7 @@ class Variant:
 def variants(types: tuple[torch.dtype, ...] = STORAGE) -> Iterator[Variant]:
     """Every specialisation with float32 state and these storage types that an optimizer can ask
     for, once."""
-    rules = {rule.with_momentum(m) for rule in RULES.values() for m in {rule.momentum, False}}
+    rules = {replace(rule, momentum=m) for rule in RULES.values() for m in {rule.momentum, False}}
     ordered = sorted(rules, key=lambda r: (r.rms, r.coordinate, r.regularised, r.momentum))
     seen = set()
     for kernel, rule, param, grad in product(("reduce", "apply"), ordered, types, types):

@@ -53,6 +53,13 @@ class Signature:
     @staticmethod
     def understands(api: object) -> bool: ...
     def check(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int: ...
+    def extend(
+        self,
+        state: dict[Tensor, Any],
+        rows: Sequence[tuple[Any, ...]],
+        columns: list[_Ints],
+        places: _Ints,
+    ) -> None: ...
     def release(self) -> None: ...
 
 def encode(

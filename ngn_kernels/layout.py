@@ -113,6 +113,7 @@ class Guard(IntEnum):
     MOVED = 1  # gradients appeared, disappeared, or are stored elsewhere
     UNUSUAL = 2  # a gradient must be checked: other type, device or memory order, sparse, lazy
     STALE = 3  # something other than a gradient was replaced or moved: a new plan is needed
+    GROWN = 4  # the same, but parameters without a row have gradients; only C++ finds it
 
 
 EMPTY_ADDRESS = 1  # of a gradient without elements, for which torch returns 0

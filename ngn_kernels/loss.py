@@ -2,60 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
-from .checks import as_double, read_loss, whole_loss
-
-Groups = list[dict[str, Any]]
-
-HOW_TO_PASS_THE_LOSS = (
-    "write optimizer.step(loss=loss), or optimizer.step(closure), or optimizer.add_loss(share) "
-    "with what each backward() was called on, and then optimizer.step(); in a "
-    "transformers.Trainer or with an accelerate.Accelerator: "
-    "ngn_kernels.trainers.feed_loss(trainer); in Lightning: "
-    "Trainer(callbacks=[ngn_kernels.trainers.FeedLoss()])"
-)
+from .backwards import BackwardCounter, Groups, has_gradients, params_of, version
+from .distributed.dtensors import is_sharded, local
+from .messages import HOW_TO_PASS_THE_LOSS, IN_LIGHTNING, warn
+from .options import require
 
 
-def has_gradients(groups: Groups) -> bool:
-    return any(param.grad is not None for group in groups for param in group["params"])
+def read_loss(loss: Any) -> float | Tensor:
+    """A number if the loss is on the host; a 0-d tensor, never read, if it is on a device.
+
+    A DTensor of which ranks have parts stays one, for `whole_loss`.
+    """
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss has shape {tuple(loss.shape)}: reduce it to one number first, "
+                "such as loss.mean()"
+            )
+        if loss.is_complex() or loss.dtype == torch.bool:
+            raise TypeError(f"the loss is a {loss.dtype} tensor: it must be a real number")
+        if is_sharded(loss):
+            spec: Any = loss
+            if not all(placement.is_replicate() for placement in spec.placements):
+                return loss.detach()
+            loss = local(loss)
+        return float(loss.item()) if loss.is_cpu else loss.detach().reshape(())
+    if isinstance(loss, Real) and not isinstance(loss, bool):
+        return float(loss)
+    raise TypeError(
+        f"the loss is a {type(loss).__name__}: pass a number or a tensor with one element"
+    )
 
 
-class Gradient(NamedTuple):
-    """A gradient as it was at some time; no reference keeps it alive."""
+def whole_loss(loss: float | Tensor) -> float | Tensor:
+    """The sum of the ranks' parts of a loss; a collective of those ranks if it is a DTensor."""
+    return read_loss(loss.full_tensor()) if is_sharded(loss) else loss  # type: ignore[union-attr]
 
-    param: Tensor
-    grad: TensorWeakRef
-    version: int
 
-    @classmethod
-    def first_of(cls, groups: Groups) -> Gradient | None:
-        for group in groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    return cls(param, TensorWeakRef(param.grad), param.grad._version)
-        return None
+def read_weight(weight: Any) -> float:
+    """A number, or a tensor on the host with one element."""
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be one number")
+        if not weight.is_cpu or is_sharded(weight):
+            raise TypeError(
+                f"weight is a tensor on {weight.device}: pass a number, which the host knows without "
+                "waiting for a device, such as the number of samples"
+            )
+        weight = weight.item()
+    require("weight", weight, "in (0, inf)", lambda v: 0 < v < math.inf)
+    return float(weight)
 
-    def stands(self) -> bool:
-        grad = self.param.grad
-        return grad is not None and grad is self.grad() and grad._version == self.version
+
+def as_double(value: float | Tensor) -> float | Tensor:
+    """On any device that has them."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.float() if value.device.type == "mps" else value.double()
+
+
+SAMPLE = 16  # gradients that are marked when a loss is given; to mark 1,000 takes 0.2 ms
+
+
+class GradientMarks:
+    """Gradients as they were at some time, by identity and version; no reference keeps one alive."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        grads = (param.grad for param in params)
+        self._marks = {
+            id(grad): (weakref.ref(grad), version(grad)) for grad in grads if grad is not None
+        }
+
+    def has(self, grad: Tensor) -> bool:
+        """Whether it is one of them, whatever was added to it since."""
+        mark = self._marks.get(id(grad))
+        return mark is not None and mark[0] is weakref.ref(grad)
+
+    def has_unchanged(self, grad: Tensor) -> bool:
+        return self.has(grad) and self._marks[id(grad)][1] == version(grad)
 
 
 class PendingLoss:
-    """What add_loss or set_loss gave for the next step, which takes it.
+    """Loss queued by add_loss or set_loss for the next step, which consumes it.
 
-    It belongs to the gradients, so zero_grad() drops it together with gradients that no step has
-    used. It outlives a zero_grad() only if no such gradient was there when it was given nor since:
-    then its backward() is still to come.
+    It belongs to its gradients: where these are thrown away before a step has used them, by
+    zero_grad() of the optimizer or of a module, it is dropped with them. It outlives a clearing only
+    if no such gradient was there when it was given nor since: then its backward() is still to come.
     """
 
     def __init__(self) -> None:
-        self._used: Gradient | None = None  # nobody waits for this one any more
+        self.backwards = BackwardCounter()
+        self._used: GradientMarks | None = None  # what a step has used or zero_grad() has zeroed
+        self._used_by_step = False  # the same, where the witness stands for all gradients
+        self._warned = False
         self.clear()
 
     def __bool__(self) -> bool:
@@ -66,6 +114,8 @@ class PendingLoss:
         self._weight = 0.0
         self._by = ""
         self._has_gradients = False
+        self._sample: GradientMarks | None = None  # of the gradients that it was given for
+        self._discards = 0
         self._dropped = False
 
     def add(self, share: Any, groups: Groups) -> None:
@@ -78,6 +128,7 @@ class PendingLoss:
         )
 
     def _give(self, by: str, value: float | Tensor, weight: float, groups: Groups) -> None:
+        self.drop_stale(groups)
         if self._by not in ("", by):
             raise RuntimeError(
                 "add_loss() and set_loss() were both called before one step: use one of them, "
@@ -86,16 +137,45 @@ class PendingLoss:
         self._by = by
         self._total = value if self._total is None else self._total + value
         self._weight += weight
-        self._has_gradients = self._has_gradients or self._unused(groups)
+        if self._unused(groups):
+            self.backwards.join(groups, self._is_unused)
+            if not self._has_gradients:
+                params = list(params_of(groups))
+                self._sample = GradientMarks(params[:: max(1, len(params) // SAMPLE)])
+            self._has_gradients = True
+        self._discards = self.backwards.discards
         self._dropped = False
+
+    def drop_stale(self, groups: Groups, in_place: bool = True) -> None:
+        """Drop a loss whose gradients were thrown away since it was given."""
+        self.backwards.check(groups, in_place)
+        if self and (
+            self._discards != self.backwards.discards
+            or (self._has_gradients and not self._has_gradients_left(groups))
+        ):
+            self.clear()
+            self._dropped = True
+
+    def _has_gradients_left(self, groups: Groups) -> bool:
+        """Some loops drop the gradients of single layers; the others still belong to the loss."""
+        witness = self.backwards.witness(groups)
+        if self._sample is None or not self.backwards.present or witness is None:
+            return has_gradients(groups)
+        grads = (param.grad for param in params_of(groups))
+        return witness.grad is not None or any(g is not None and self._sample.has(g) for g in grads)
 
     def take(self, groups: Groups) -> float | Tensor | None:
         """The pending loss, which is then no longer pending; None if there is none."""
         if self._total is None:
             return None
+        self.drop_stale(groups, in_place=False)
+        if self._total is None:
+            return None
         value = self._total / self._weight
         self.clear()
-        self._used = Gradient.first_of(groups)
+        witness = self.backwards.witness(groups) if self.backwards.count else None
+        self._used_by_step = witness is not None
+        self._used = GradientMarks(params_of(groups) if witness is None else [witness])
         return value
 
     def before_zero_grad(self, groups: Groups) -> None:
@@ -103,14 +183,24 @@ class PendingLoss:
             self.clear()
             self._dropped = True
 
-    def after_zero_grad(self, groups: Groups) -> None:
-        self._used = Gradient.first_of(groups)  # one that was zeroed in place
+    def after_zero_grad(self, groups: Groups, set_to_none: bool) -> None:
+        self.backwards.restart()
+        self._used_by_step = False
+        self._used = None if set_to_none else GradientMarks(params_of(groups))
 
     def _unused(self, groups: Groups) -> bool:
         """Whether there is a gradient that was not there at the last step or zero_grad()."""
-        if self._used is not None and self._used.stands():
-            return False
-        return has_gradients(groups)
+        if self.backwards.present:
+            return True
+        if self._used_by_step:
+            witness = self.backwards.witness(groups)
+            if witness is not None and witness.grad is not None and not self._is_unused(witness):
+                return False
+        return any(map(self._is_unused, params_of(groups)))
+
+    def _is_unused(self, param: Tensor) -> bool:
+        grad = param.grad
+        return grad is not None and (self._used is None or not self._used.has_unchanged(grad))
 
     def of_step(
         self, closure: Callable[[], Any] | None, loss: Any, groups: Groups
@@ -120,20 +210,54 @@ class PendingLoss:
             raise TypeError(
                 f"step() takes a closure, not {type(closure).__name__}: {HOW_TO_PASS_THE_LOSS}"
             )
-        if loss is not None and (closure is not None or self):
-            self.clear()
-            raise RuntimeError(f"the loss came from two sources at once: {HOW_TO_PASS_THE_LOSS}")
+        returned = None
         if closure is not None:
+            self.backwards.earlier = self.backwards.count
             try:
                 with torch.enable_grad():
-                    loss = closure()
+                    returned = closure()
             except BaseException:
                 self.clear()
                 raise
+        if loss is not None:
+            if self._total is not None:
+                self.drop_stale(groups, in_place=False)
+            if returned is not None or self._total is not None:
+                self.clear()
+                raise RuntimeError(
+                    f"the loss came from two sources at once: {HOW_TO_PASS_THE_LOSS}"
+                )
+        given = loss if returned is None else returned
         value = self.take(groups)
-        if value is None and loss is not None:
-            value = read_loss(loss)
-        return loss, value
+        if value is None and given is not None:
+            self._check_count(given, by_closure=returned is not None)
+            value = read_loss(given)
+            self._dropped = False
+        self.backwards.after_step(groups)
+        return given, value
+
+    def _check_count(self, loss: Any, by_closure: bool) -> None:
+        """A loss that step() got belongs to one pass, or else it is a number: then it is the sum."""
+        count, earlier = self.backwards.count, self.backwards.earlier
+        if count < 2:
+            return
+        if by_closure and 0 < earlier < count:
+            raise RuntimeError(
+                f"{earlier} backward() calls came before the closure, and nobody has cleared their "
+                "gradients: what the closure returned is not the loss of all of them. In Lightning "
+                f"write {IN_LIGHTNING}, else call "
+                "optimizer.add_loss(share) with what each backward() is called on, or clear the "
+                "gradients in the closure"
+            )
+        if isinstance(loss, Tensor) and loss.requires_grad and not self._warned:
+            self._warned = True
+            warn(
+                f"{count} backward() calls made the gradients of this step, and its loss is a "
+                "tensor that still requires grad, as the loss of one of them does: write "
+                "optimizer.add_loss(loss / n) after each (loss / n).backward(), and then "
+                "optimizer.step(). If it is the sum of all of them, pass loss.detach()",
+                UserWarning,
+            )
 
     def missing(self, name: str, closure: bool) -> str:
         """What to say where a step has gradients and no loss."""
@@ -147,4 +271,10 @@ class PendingLoss:
         return f"{name} needs the loss of this step: {HOW_TO_PASS_THE_LOSS}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_used": None}
+        return {
+            **self.__dict__,
+            "_used": None,
+            "_used_by_step": False,
+            "_sample": None,
+            "_discards": 0,
+        }

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
-from .backends.reference import report_step
-from .checks import (
-    FOREIGN_OPTIONS,
-    check_group,
-    check_group_names,
-    require,
-    usable_lr,
-    warn,
-    whole_loss,
-)
+from .checkpoint import SAVED, LoadedInto, load, plain_state
+from .distributed.dtensors import is_sharded, local
+from .distributed.exchange import ALONE, NOTHING_AGREED, Agreement, Alone, Exchange, Ranks, add_up
 from .formats import Storage
 from .hooks import entrance
 from .layout import Count, Reason, Size
-from .loss import PendingLoss, has_gradients
-from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, misplaced
-from .ranks import Agreement, Exchange, Ranks
-from .rules import RULES, Rule
-from .shards import is_sharded, local
-from .state import SAVED, check_loadable, load_state, plain_state, saved_options
-from .tables import DeviceTables, GroupValues
-
-PER_OPTIMIZER = (
-    *("loss_floor", "max_grad_norm", "backend", "preconditioner", "state", "rounding"),
-    *("reduce_group", "replicas", "loss_reduction"),
+from .loss import PendingLoss, has_gradients, read_weight, whole_loss
+from .messages import FOREIGN_OPTIONS, warn
+from .options import (
+    PER_OPTIMIZER,
+    check_group,
+    check_group_names,
+    options_of,
+    require,
+    usable_lr,
 )
+from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, misplaced
+from .rules import RULES, Rule
+from .tables import DeviceTables, GroupValues
 
 WARNINGS = {
     Reason.AMP_OVERFLOW: "the gradient scaler found an overflow; the step was skipped",
@@ -58,19 +51,6 @@ class SkippedStepWarning(RuntimeWarning):
     """A step, or some of its elements, left everything as it was."""
 
 
-class Options(TypedDict, total=False):
-    """What every algorithm takes by keyword, of the whole optimizer; NGNOptimizer explains each."""
-
-    loss_floor: float
-    max_grad_norm: float | None
-    backend: str
-    state: str | tuple[str, str]
-    rounding: str
-    reduce_group: Any
-    replicas: int | None
-    loss_reduction: str
-
-
 class NGNOptimizer(Optimizer):
     """What the seven algorithms share; they differ by their rule and their defaults.
 
@@ -83,7 +63,7 @@ class NGNOptimizer(Optimizer):
         reduce_group: the ranks that share one step size: "auto" (all of torch.distributed's, if
             there are several), a process group, or None for this process alone.
         replicas: how many of these ranks hold each ordinary parameter: None for all of them, 1
-            where every rank owns other ones. DTensors tell by themselves.
+            where every rank owns other ones. DTensors follow from their meshes.
         loss_reduction: "mean" of the ranks' losses, or their "sum".
         state: how m and v are stored: "float32", "bfloat16" or "8bit", or a pair of these.
         rounding: of 16-bit parameters: "nearest", "stochastic" or "exact".
@@ -96,7 +76,7 @@ class NGNOptimizer(Optimizer):
     _storage = Storage()
 
     def __new__(cls, *args: Any, **options: Any) -> NGNOptimizer:
-        known = _options_of(cls)
+        known = options_of(cls)
         for name in options:
             if name not in known:
                 listed = ", ".join(n for n in known if n not in ("self", "params", "defaults"))
@@ -133,10 +113,10 @@ class NGNOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._tables: dict[torch.device, DeviceTables] = {}
         self._home: DeviceTables | None = None
-        self._talk: Exchange | None = None
-        self._agreed: tuple[Any, Agreement] | None = None
-        self._momentum = False
+        self._last_exchange: Exchange | Alone = ALONE
+        self._agreed: tuple[Any, Agreement] = (None, NOTHING_AGREED)
         self._checked: Any = None
+        self.rule = Rule()
         self._values: list[GroupValues] = []
 
     # Options
@@ -158,7 +138,7 @@ class NGNOptimizer(Optimizer):
     def max_grad_norm(self, value: float | None) -> None:
         if value is not None:
             require("max_grad_norm", value, "None or in (0, inf)", lambda v: 0 < v < math.inf)
-        self._max_grad_norm = value
+        self._max_grad_norm = None if value is None else float(value)
 
     @property
     def backend(self) -> str:
@@ -220,35 +200,42 @@ class NGNOptimizer(Optimizer):
             check_group({**self.defaults, **param_group}, self.defaults)
             param_group[SAVED] = None
         super().add_param_group(param_group)
+        self._set_rule(self.rule.momentum)
         self._plan = None
+        self._pending.backwards.watch(self.param_groups)
 
-    @property
-    def rule(self) -> Rule:
+    def _set_rule(self, momentum: bool) -> None:
         """The point of the grid; momentum is on once any group has had some."""
+        momentum = momentum or any(_betas(group)[0] > 0 for group in self.param_groups)
         rule = RULES[self.defaults["algorithm"]]
-        if not self._momentum:
-            self._momentum = any(_betas(group)[0] > 0 for group in self.param_groups)
-        return rule.with_momentum(self._momentum)
+        self.rule = rule if rule.momentum == momentum else replace(rule, momentum=momentum)
 
     def _group_values(self) -> tuple[list[GroupValues], dict[int, Tensor]]:
-        """The groups' values, checked if they changed; an lr on a device comes apart, unread."""
-        values, device_lrs = [], {}
+        """The groups' values, checked if they changed; lrs on a device are returned apart, unread."""
+        seen, device_lrs = [], {}
         for index, group in enumerate(self.param_groups):
-            lr = group["lr"]
+            lr, betas = group["lr"], group.get("betas")
             if isinstance(lr, Tensor):
                 if lr.device.type != "cpu":
                     device_lrs[index] = lr
                 lr = lr.item() if lr.device.type == "cpu" else 0.0
-            eps = group.get("eps", 1.0)
-            values.append(GroupValues(lr, *_betas(group), eps, group["weight_decay"]))
-        seen = values, [len(group) for group in self.param_groups]  # a key may have come, too
+            if isinstance(betas, list):  # which may have been changed in place
+                betas = tuple(betas)
+            others = group.get("momentum"), group.get("beta2"), group.get("eps")
+            seen.append((lr, betas, others, group["weight_decay"], len(group)))
         if seen != self._checked:
             for group in self.param_groups:
                 check_group(group, self.defaults)
+            self._set_rule(self.rule.momentum)
             self._checked = seen
             self._values = [
-                v._replace(lr=usable_lr(v.lr, group, self.defaults))
-                for v, group in zip(values, self.param_groups, strict=True)
+                GroupValues(
+                    usable_lr(values[0], group, self.defaults),
+                    *_betas(group),
+                    group.get("eps", 1.0),
+                    group["weight_decay"],
+                )
+                for values, group in zip(seen, self.param_groups, strict=True)
             ]
         return self._values, device_lrs
 
@@ -266,30 +253,46 @@ class NGNOptimizer(Optimizer):
 
     # The loss
 
+    @torch._disable_dynamo
     def add_loss(self, share: float | Tensor) -> None:
         """Add to the loss of the next ``step()`` what a ``backward()`` is called on.
+
+        It is dropped with its gradients, where these are cleared before a step has used them.
 
         Args:
             share: such as ``loss / n`` where n micro-batches make a step; before any loss scale.
         """
         self._pending.add(share, self.param_groups)
 
-    def set_loss(self, loss: float | Tensor, weight: float = 1.0) -> None:
+    @torch._disable_dynamo
+    def set_loss(self, loss: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Give the loss of the next ``step()``; several calls make a weighted mean.
 
         Args:
             loss: the loss of one micro-batch.
-            weight: its share, such as its number of samples or tokens; greater than 0.
+            weight: its share, such as its number of samples or tokens; greater than 0. A tensor
+                must be on the host.
         """
-        require("weight", weight, "in (0, inf)", lambda v: 0 < v < math.inf)
+        weight = read_weight(weight)
         self._pending.set(loss, weight, self.param_groups)
+
+    def drop_loss(self) -> None:
+        """Drop the loss that ``add_loss`` or ``set_loss`` gave for the next ``step()``."""
+        self._pending.clear()
+
+    def loss_is_pending(self) -> bool:
+        """Whether ``add_loss`` or ``set_loss`` gave a loss whose gradients are not thrown away.
+
+        One whose gradients are is dropped.
+        """
+        self._pending.drop_stale(self.param_groups)
+        return bool(self._pending)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with those that no step has used the loss given for them."""
         self._pending.before_zero_grad(self.param_groups)
         super().zero_grad(set_to_none)
-        if not set_to_none:
-            self._pending.after_zero_grad(self.param_groups)
+        self._pending.after_zero_grad(self.param_groups, set_to_none)
 
     # The step
 
@@ -301,8 +304,9 @@ class NGNOptimizer(Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss. What ``add_loss`` or ``set_loss``
-                gave, before or in the closure, goes before what it returns.
-            loss: the loss that the gradients belong to, a number or a tensor with one element.
+                gave, before or in the closure, takes precedence over what it returns.
+            loss: the loss that the gradients belong to, a number or a tensor with one element; of
+                several ``backward()`` calls their sum. A closure given as well must return None.
 
         Returns:
             The loss as it was given, or what the closure returned.
@@ -310,84 +314,69 @@ class NGNOptimizer(Optimizer):
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
             exchange = self._exchange()
             try:
-                given, value, plan = self._prepare(closure, loss, exchange)
-                if plan is None:
+                given, value = self._pending.of_step(closure, loss, self.param_groups)
+                plan = self._prepare(value, exchange, closure is not None)
+                if plan is None or not add_up(plan, exchange, value is not None):
                     return given
-                for index, reduction in enumerate(plan.rounds):
-                    if reduction is not None:
-                        plan.reduce(reduction)
-                    if exchange and not exchange.combine(plan, value is not None, index):
-                        plan.finish()
-                        return given
             except Exception as error:
-                if exchange is None:
-                    raise
                 exchange.fail(error)
-            plan.draft()
-            if not plan.apply():
-                report_step(plan.rule, plan.totals[0], plan.home.inputs, plan.home.report)
+            plan.apply()
             plan.finish()
             self._home = plan.home
             self._warn_of(plan.home.report.unheard_reason())
             return given
 
-    def _exchange(self) -> Exchange | None:
-        """With the ranks of this step, if there are others."""
-        group, exchange = self._ranks.group(), self._talk
+    def _exchange(self) -> Exchange | Alone:
+        """With the ranks of this step."""
+        group, exchange = self._ranks.group(), self._last_exchange
         if group is None:
-            self._talk = None
-            return None
+            self._last_exchange = ALONE
+            return ALONE
         home = home_device(self.param_groups)
-        if exchange is None or exchange.group is not group or exchange.home != home:
-            name, check = type(self).__name__, self._check_height
-            exchange = self._talk = Exchange(self._ranks, group, name, home, check)
+        if exchange.group is not group or exchange.home != home:
+            name, check = type(self).__name__, self._check_loss
+            exchange = self._last_exchange = Exchange(self._ranks, group, name, home, check)
         exchange.begin()
         return exchange
 
     def _prepare(
-        self, closure: Callable[[], Any] | None, loss: Any, exchange: Exchange | None
-    ) -> tuple[Any, float | Tensor | None, Plan | None]:
-        """The loss as given and as a number, and the plan, which has been told all that it needs.
-
-        The plan is None where no step is to be taken.
-        """
-        given, value = self._pending.of_step(closure, loss, self.param_groups)
-        if value is None:
-            if self._only_creates_state():
-                self._make_plan(self._draft(), None)
-                return None, None, None
-            if exchange is None:
-                if has_gradients(self.param_groups):
-                    missing = self._pending.missing(type(self).__name__, closure is not None)
-                    raise RuntimeError(missing)
-                return None, None, None
-        elif exchange is None:
-            value = whole_loss(value)
-            self._check_height(value)
+        self, loss: float | Tensor | None, exchange: Exchange | Alone, by_closure: bool
+    ) -> Plan | None:
+        """The plan with the numbers of this step, or None where no step is to be taken."""
+        if loss is None and self._only_creates_state():
+            self._make_plan(self._draft(), ALONE)
+            return None
+        has_gradient = has_gradients(self.param_groups)
+        if exchange is ALONE:
+            if loss is None and has_gradient:
+                raise RuntimeError(self._pending.missing(type(self).__name__, by_closure))
+            if loss is None:
+                return None
+            loss = whole_loss(loss)
+            self._check_loss(loss)
         values, device_lrs = self._group_values()
-        plan = self._valid_plan(exchange)
-        self._plan = None  # one whose step fails is not kept
-        draft = self._draft() if plan is None else None
-        if exchange is not None:
-            exchange.agreement = self._agreement(plan, values, device_lrs)
-            exchange.has_gradients = has_gradients(self.param_groups)
-            # Every collective of this rank's tensors comes after this, and what can be refused before.
-            if is_sharded(value) or misplaced(plan, draft):
-                exchange.announce()
+        known, self._plan = self._plan, None  # one whose step fails is not kept
+        plan = self._current(known, exchange)
+        draft = self._draft(known) if plan is None else None
+        # Every collective of this rank's tensors comes after this, and what can be refused before.
+        if isinstance(exchange, Exchange):
+            agreement = self._agreement(plan, values, device_lrs)
+            exchange.meet(agreement, has_gradient, is_sharded(loss) or misplaced(plan, draft))
+            loss = 0.0 if loss is None else whole_loss(loss)
         if draft is not None:
             plan = self._make_plan(draft, exchange)
-            if not plan.look(self.param_groups, self.state):
-                raise RuntimeError("a tensor was replaced while the step was being planned")
-        assert plan is not None
+        assert plan is not None and loss is not None
         plan.load_gradients()
-        if value is not None and exchange is not None:
-            value = whole_loss(value)
         for device in plan.devices:
             device.inputs.set_groups(values, device_lrs)
-            device.inputs.set(self._scalars(0.0 if value is None else value))
+            device.inputs.set(
+                loss,
+                (self._loss_floor, self._max_grad_norm),
+                (self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")),
+            )
             device.inputs.send()
         self._plan = plan
-        return given, value, plan
+        return plan
 
     def _only_creates_state(self) -> bool:
         """torch.distributed.checkpoint makes optimizers create their state by such a step.
@@ -399,58 +388,37 @@ class NGNOptimizer(Optimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         return all(p.grad is not None and not local(p.grad).any() for p in params)
 
+    def _current(self, plan: Plan | None, exchange: Exchange | Alone) -> Plan | None:
+        """The plan of the step before, if nothing but gradients has changed since."""
+        fits = (
+            plan is not None
+            and (plan.rule is self.rule or plan.rule == self.rule)
+            and plan.clipping == (self._max_grad_norm is not None)
+            and plan.is_of(exchange.group)
+            and plan.look(self.param_groups, self.state)
+        )
+        return plan if fits else None
+
     def _agreement(
         self, plan: Plan | None, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> Agreement:
-        """What must be the same on every rank; of groups that all ranks have, all values."""
+        """What must be the same on every rank, made again where something has changed."""
         made_of = values, self._loss_floor, self._max_grad_norm
-        if plan is None or self._agreed is None or self._agreed[0] != made_of:
-            self._agreed = made_of, Agreement(self._shared_values(values, device_lrs))
-        return self._agreed[1]
-
-    def _shared_values(
-        self, values: list[GroupValues], device_lrs: dict[int, Tensor]
-    ) -> dict[str, Any]:
-        clipping = self._max_grad_norm
-        shared: dict[str, Any] = {
-            "the algorithm": self.defaults["algorithm"],
-            "loss_floor": self._loss_floor,
-            "max_grad_norm": None if clipping is None else float(clipping),
-            "loss_reduction": self.loss_reduction,
-            "replicas": self.replicas,
-        }
-        if self.replicas is None:
+        if plan is None or self._agreed[0] != made_of:
+            options = {
+                "the algorithm": self.defaults["algorithm"],
+                "loss_floor": self._loss_floor,
+                "max_grad_norm": self._max_grad_norm,
+            }
             groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
             params = [p for group in self.param_groups for p in group["params"]]
-            devices = sorted({p.device.type for p in params})
-            shared["state and rounding"] = tuple(self._storage)
-            shared["the backend"] = ", ".join(default_backend(self._backend, d) for d in devices)
-            shared["the number of groups"] = len(groups)
-            shared["the number of elements"] = sum(p.numel() for p in params)
-            shared |= {
-                f"the values of group {i}": tuple(map(float, v)) for i, v in enumerate(groups)
-            }
-            # Rounding depends on a parameter's place.
-            shared["the order of the parameters"] = [
-                f"{str(p.dtype).removeprefix('torch.')}{tuple(p.shape)}" for p in params
-            ]
-        return shared
+            backend = partial(default_backend, self._backend)
+            agreement = self._ranks.agreement(options, groups, params, self._storage, backend)
+            self._agreed = made_of, agreement
+        return self._agreed[1]
 
-    def _scalars(self, loss: float | Tensor) -> list[float | Tensor]:
-        """What a step is told, in the order of Input."""
-        clipping = math.inf if self._max_grad_norm is None else self._max_grad_norm
-        grad_scale = self.__dict__.get("grad_scale")  # GradScaler sets these two, perhaps to None
-        found_inf = self.__dict__.get("found_inf")
-        return [
-            loss,
-            self._loss_floor,
-            1.0 if grad_scale is None else grad_scale,
-            0.0 if found_inf is None else found_inf,
-            clipping,
-        ]
-
-    def _check_height(self, loss: float | Tensor) -> None:
-        """A loss on a device is never read: there the kernels look at it."""
+    def _check_loss(self, loss: float | Tensor) -> None:
+        """Raise if a loss on the host is below the floor; kernels check one on a device."""
         if not isinstance(loss, Tensor) and math.isfinite(loss) and loss < self._loss_floor:
             raise ValueError(
                 f"the loss {loss} is below loss_floor={self.loss_floor}: NGN step sizes need "
@@ -461,34 +429,33 @@ class NGNOptimizer(Optimizer):
         if reason is not Reason.NONE:
             warn(f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning)
 
-    def _valid_plan(self, exchange: Exchange | None) -> Plan | None:
-        """The plan of the last step, if nothing but gradients has moved since."""
-        plan, rule = self._plan, self.rule
-        valid = (
-            plan is not None
-            and plan.rule is rule
-            and plan.reductions is rule.reductions(self._max_grad_norm is not None)
-            and plan.is_of(None if exchange is None else exchange.group)
-            and plan.look(self.param_groups, self.state)
-        )
-        return plan if valid else None
-
-    def _draft(self) -> Draft:
-        participants = [
-            Participant(param, group, label, self._ranks.copies(param, label), number)
-            for number, (group, place, param) in enumerate(self._all_params())
-            if param.grad is not None or "step" in self.state.get(param, ())
-            for label in [self._label(group, place)]
-        ]
+    def _draft(self, known: Plan | None = None) -> Draft:
+        """Of parameters that take part, or of those alone that join a plan which is right otherwise."""
+        if known is not None and not known.has_grown:
+            known = None
         select = partial(select_backend, self.backend)
-        return draft_plan(self.state, self.rule, participants, select, self._storage)
+        participants = list(self._participants(known))
+        draft = draft_plan(self.state, self.rule, participants, select, self._storage, known)
+        return self._draft() if draft is None else draft
 
-    def _make_plan(self, draft: Draft, exchange: Exchange | None) -> Plan:
-        group = None if exchange is None else exchange.group
-        tables = partial(self._tables_of, alone=group is None)
-        rule, groups = self.rule, self.param_groups
-        reductions = rule.reductions(self._max_grad_norm is not None)
-        return make_plan(draft, groups, self.state, rule, reductions, tables, group)
+    def _participants(self, known: Plan | None) -> Iterator[Participant]:
+        """Parameters that have a gradient, or had one before, and have no row in a known plan."""
+        there: Collection[int] = () if known is None else known.params
+        for number, (group, place, param) in enumerate(self._all_params()):
+            if id(param) not in there and (
+                param.grad is not None or (known is None and "step" in self.state.get(param, ()))
+            ):
+                label = self._label(group, place)
+                yield Participant(param, group, label, self._ranks.copies(param, label), number)
+
+    def _make_plan(self, draft: Draft, exchange: Exchange | Alone) -> Plan:
+        tables = partial(self._tables_of, alone=exchange is ALONE)
+        clipping = self._max_grad_norm is not None
+        groups, group = self.param_groups, exchange.group
+        plan = make_plan(draft, groups, self.state, self.rule, clipping, tables, group)
+        if not plan.look(groups, self.state):
+            raise RuntimeError("a tensor was replaced while the step was being planned")
+        return plan
 
     def _tables_of(self, device: torch.device, alone: bool) -> DeviceTables:
         groups = len(self.param_groups)
@@ -547,8 +514,9 @@ class NGNOptimizer(Optimizer):
         self.defaults.pop("differentiable", None)  # torch's; groups would take it over
         if "_backend" in state:  # unpickled or copied, not merely loaded
             self._forget()
+            self._pending.backwards.watch(self.param_groups)
         self._plan = None
-        self._momentum = any("momentum_buffer" in held for held in self.state.values())
+        self._set_rule(any("momentum_buffer" in values for values in self.state.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """The state in plain tensors, which any backend and any ``state=`` loads.
@@ -556,16 +524,20 @@ class NGNOptimizer(Optimizer):
         Each group has what was counted and chosen for all of them as its ``"ngn"``, since loaders
         that flatten a state_dict keep what groups have, and nothing else.
         """
-        held, groups = self.state, self.param_groups
-        options = {"loss_floor": self.loss_floor, "max_grad_norm": self.max_grad_norm}
+        state, groups = self.state, self.param_groups
+        options = {
+            "skipped_steps": int(self.skipped_steps),
+            "loss_floor": self.loss_floor,
+            "max_grad_norm": self.max_grad_norm,
+        }
         for group in groups:
-            group[SAVED] = {"skipped_steps": int(self.skipped_steps), **options}
+            group[SAVED] = dict(options)
         if self._storage.narrow or self._storage.rounding == "exact":
-            self.state = defaultdict(dict, {p: plain_state(values) for p, values in held.items()})
+            self.state = defaultdict(dict, {p: plain_state(values) for p, values in state.items()})
         try:
             return super().state_dict()
         finally:
-            self.state = held
+            self.state = state
             for group in groups:
                 group[SAVED] = None
 
@@ -581,59 +553,25 @@ class NGNOptimizer(Optimizer):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
 
-        groups = deepcopy(list(state_dict["param_groups"]))
-        check_loadable(groups, self.param_groups, self.defaults)
-        saved_names = [saved for group in groups for saved in group["params"]]
-        owners = {
-            saved: (param, self._label(group, place), number)
-            for number, (saved, (group, place, param)) in enumerate(
-                zip(saved_names, self._all_params(), strict=True)
-            )
-        }
-        state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for saved, values in state_dict["state"].items():
-            if saved not in owners:
-                raise ValueError(f"the loaded state has parameter {saved!r}, which is in no group")
-            param, label, number = owners[saved]
-            state[param] = load_state(
-                param, values, self.defaults["algorithm"], label, self._storage, number
-            )
-
-        options = saved_options(groups)
+        params = [
+            LoadedInto(param, self._label(group, place), index)
+            for index, (group, place, param) in enumerate(self._all_params())
+        ]
+        loaded = load(state_dict, self.param_groups, self.defaults, params, self._storage)
         for name in ("loss_floor", "max_grad_norm"):
             mine = getattr(self, name)
-            if options.get(name, mine) != mine:
+            saved = loaded.options.get(name, mine)
+            if saved != mine:
                 warn(
-                    f"the loaded run had {name}={options[name]}, and this {type(self).__name__} goes on "
-                    f"with {name}={mine}: write optimizer.{name} = {options[name]} to keep the former",
+                    f"the loaded run had {name}={saved}, and this {type(self).__name__} goes on with "
+                    f"{name}={mine}: write optimizer.{name} = {saved} to keep the former",
                     UserWarning,
                 )
-        for theirs, ours in zip(groups, self.param_groups, strict=True):
-            theirs["params"] = ours["params"]
-            if "param_names" in ours:
-                theirs.setdefault("param_names", ours["param_names"])
-            for name, value in self.defaults.items():  # a value that an older file lacks
-                theirs.setdefault(name, value)
-            theirs[SAVED] = None
-        self.__setstate__({"state": state, "param_groups": groups})
-        if "skipped_steps" in options:
-            self._skipped_before += options["skipped_steps"] - int(self.skipped_steps)
+        self.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
+        if "skipped_steps" in loaded.options:
+            self._skipped_before += loaded.options["skipped_steps"] - int(self.skipped_steps)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
-
-
-def _options_of(cls: type) -> list[str]:
-    """What the constructor takes, and what it passes on to the one before it."""
-    known: dict[str, None] = {}
-    for base in cls.__mro__:
-        if "__init__" not in base.__dict__:
-            continue
-        parameters = inspect.signature(base.__dict__["__init__"]).parameters.values()
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        known |= dict.fromkeys(p.name for p in parameters if p.kind in named)
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-            break
-    return list(known)
 
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:

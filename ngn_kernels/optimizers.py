@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .optimizer import NGNOptimizer, Options
+from .optimizer import NGNOptimizer
+from .options import Options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -201,7 +202,7 @@ class NGNMDv1W(_MomentumAndRms):
         m  <- b1 m + (1 - b1) a rho g / D + l a x
         x  <- x - m
 
-    As printed in the paper; docs/algorithms.md tells of the factor that its derivation loses.
+    As printed in the paper; docs/algorithms.md shows the factor that its derivation loses.
 
     Args: as :class:`NGNMDv1`, with ``weight_decay`` 1e-2 by default.
     """

@@ -6,7 +6,7 @@ A plan is built once and kept while nothing but gradients moves; its signature d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +14,29 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .checks import check_gradient, check_overlap, check_param, has_memory, is_dense
-from .formats import REMAINDER, Storage, narrow_format, noise_key, rounding_of, scale_key
+from .checks import (
+    check_gradient,
+    check_overlap,
+    check_param,
+    has_memory,
+    is_dense,
+    span_of,
+)
+from .distributed.dtensors import first_element, is_sharded, local, placed_like, same_placement
+from .formats import (
+    QUANT_BLOCK,
+    REMAINDER,
+    Storage,
+    narrow_format,
+    noise_key,
+    rounding_of,
+    scale_key,
+)
 from .layout import Column, Count, Sum
 from .rules import Rule
-from .shards import first_element, is_sharded, local, placed_like, same_placement
 from .signature import (
     EMPTY_ADDRESS,
+    GROWN,
     SAME,
     STALE,
     UNUSUAL,
@@ -39,6 +55,7 @@ from .state import (
     storage_of,
     stored_dtype,
 )
+from .step_size import report_step
 from .tables import DeviceTables, array_of, float_type
 from .transfer import Numbers
 
@@ -95,8 +112,8 @@ class Row:
     """One parameter that takes part: its state, and the memory that a kernel may touch for it."""
 
     def __init__(self, of: Participant, state: dict[str, Any], rule: Rule) -> None:
-        self.param, self.group, self.label, self.copies, number = of
-        self.noise_key = noise_key(number)
+        self.param, self.group, self.label, self.copies, self.number = of
+        self.noise_key = noise_key(self.number)
         self.first = first_element(self.param)
         self.state = state
         self.local = local(self.param)
@@ -191,10 +208,34 @@ class Bucket:
         }.items():
             self.table[column] = values
 
-    def signature_rows(self, rule: Rule) -> list[SignatureRow]:
+    def with_rows(self, rows: list[Row]) -> Bucket:
+        """With more rows, all of them in the order of their parameters; gradients are to be looked for."""
+        more = Bucket(self.key, rows, self.backend)
+        every = self.rows + rows
+        order = np.argsort([row.number for row in every])
+        more.rows = [every[i] for i in order]
+        more._params = [row.param for row in more.rows]
+        more.table = np.ascontiguousarray(np.hstack([self.table, more.table])[:, order])
+        more.table[Column.G] = 0
+        return more
+
+    def spans(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Where the memory that a step writes begins and ends, in each column of each row."""
+        numel, blocks = self.table[Column.NUMEL], -(-self.table[Column.NUMEL] // QUANT_BLOCK)
+        sizes = {
+            Column.X: numel * self.key.param.itemsize,
+            Column.M: numel * self.key.m.itemsize,
+            Column.V: numel * self.key.v.itemsize,
+            Column.M_SCALE: blocks * 4,
+            Column.V_SCALE: blocks * 4,
+            Column.REMAINDER: numel * 2,
+        }
+        return [(self.table[column], self.table[column] + size) for column, size in sizes.items()]
+
+    def signature_rows(self, rule: Rule, rows: list[Row]) -> list[SignatureRow]:
         kinds = {
             is_complex: self.key.grad.to_complex() if is_complex else self.key.grad
-            for is_complex in {row.param.is_complex() for row in self.rows}
+            for is_complex in {row.param.is_complex() for row in rows}
         }
         samples = {kind: torch.empty(0, dtype=dtype, device="cpu") for kind, dtype in kinds.items()}
         return [
@@ -205,7 +246,7 @@ class Bucket:
                 ("step", *keys_of(rule, r.state)),
                 samples[r.param.is_complex()],
             )
-            for r in self.rows
+            for r in rows
         ]
 
     def unusual(self) -> list[int]:
@@ -251,26 +292,31 @@ class Plan:
         groups: list[dict[str, Any]],
         state: dict[Tensor, Any],
         rule: Rule,
-        reductions: tuple[Rule, ...],
+        clipping: bool,
         buckets: list[Bucket],
         devices: list[DeviceTables],
         process_group: Any,
+        known: Plan | None = None,
     ) -> None:
-        self.rule = rule
-        self.reductions = reductions
+        """`known` said GROWN, and has all rows but the new ones."""
+        self.rule, self.clipping = rule, clipping
+        reductions = rule.reductions(clipping)
         # What is summed before each exchange of the ranks; None: they exchange their losses alone.
         self.rounds = reductions or (() if process_group is None else (None,))
         self.buckets = buckets
+        self._drafting = [bucket for bucket in buckets if bucket.backend.takes_tensors]
         self.devices = devices
         # A group that was destroyed is not kept.
         self._process_group = None if process_group is None else weakref.ref(process_group)
+        # Rows with gaps in memory, and where their gradients' addresses are.
         self._gapped = [
             (row, bucket.table[Column.G, i : i + 1])
             for bucket in buckets
             for i, row in enumerate(bucket.rows)
             if row.copy is not None
         ]
-        self._sharded = any(is_sharded(row.param) for b in buckets for row in b.rows)
+        self.has_grown = False
+        self._signed: list[Row] = []  # in the order of the signature's rows
         self.sums = [
             torch.zeros(max(1, len(buckets)), len(Sum), dtype=float_type(d.device), device=d.device)
             for d in devices
@@ -285,14 +331,35 @@ class Plan:
             bucket.index = index
             bucket.tables, bucket.sums, bucket.totals = by_device[bucket.key.device]
             bucket.backend.prepare(bucket)
-        self.signature = make_signature(
-            groups,
-            state,
-            [row for bucket in buckets for row in bucket.signature_rows(rule)],
-            [bucket.table[Column.G] for bucket in buckets],
-        )
+        self._sign(groups, state, known)
         self._at_home = [bucket for bucket in buckets if bucket.tables is self.home]
         self._elsewhere = [bucket for bucket in buckets if bucket.tables is not self.home]
+
+    def _sign(
+        self, groups: list[dict[str, Any]], state: dict[Tensor, Any], known: Plan | None
+    ) -> None:
+        columns = [bucket.table[Column.G] for bucket in self.buckets]
+        every = [row for bucket in self.buckets for row in bucket.rows]
+        seen = set() if known is None else set(map(id, known._signed))
+        new = [(bucket, [r for r in bucket.rows if id(r) not in seen]) for bucket in self.buckets]
+        added = [row for bucket, rows in new for row in bucket.signature_rows(self.rule, rows)]
+        fresh = [row for _, rows in new for row in rows]
+        self._sharded = any(is_sharded(row.param) for row in fresh)
+        if known is None:
+            self._signed = every
+            self.signature = make_signature(groups, state, added, columns)
+            return
+        self._sharded = self._sharded or known._sharded
+        self._signed = known._signed + fresh
+        place = {id(row): i for i, row in enumerate(every)}
+        places = np.array([place[id(row)] for row in self._signed], dtype=np.int64)
+        self.signature = known.signature
+        self.signature.extend(state, added, columns, places)
+
+    @property
+    def params(self) -> set[int]:
+        """The ids of those that have a row."""
+        return {id(row.param) for row in self._signed}
 
     @property
     def home(self) -> DeviceTables:
@@ -314,9 +381,12 @@ class Plan:
         else:
             seen = self.signature.check(groups, state)
         self._seen = seen
+        if seen >= STALE:
+            self.has_grown = seen == GROWN
+            return False
         if seen == UNUSUAL:
             return all([bucket.takes_gradients() for bucket in self.buckets])
-        return seen != STALE
+        return True
 
     @property
     def misplaced(self) -> bool:
@@ -338,14 +408,9 @@ class Plan:
             if bucket.backend.takes_tensors:
                 for row in bucket.rows:
                     row.hold_gradient()
-        for row in self._copied():
-            row.dense.copy_(row.local)
-
-    def draft(self) -> None:
-        """Let backends that allocate memory in a step do so, before any of them writes anything."""
-        for bucket in self.buckets:
-            if bucket.backend.takes_tensors:
-                bucket.backend.draft(bucket, self.rule)
+        for row, address in self._gapped:
+            if address[0] != 0:
+                row.dense.copy_(row.local)
 
     def finish(self) -> None:
         """Tell autograd of what a kernel wrote behind its back, and write copies back."""
@@ -355,16 +420,16 @@ class Plan:
                     row.held = None
             else:
                 increment_version(bucket.active)
-        for row in self._copied():
-            row.local.copy_(row.dense)
+        for row, address in self._gapped:
+            if address[0] != 0:  # one without a gradient is left alone
+                row.local.copy_(row.dense)
         self.signature.release()
 
-    def _copied(self) -> Iterator[Row]:
-        """The rows with gaps in memory that take part in this step."""
-        return (row for row, address in self._gapped if address[0] != 0)
-
-    def reduce(self, rule: Rule) -> None:
+    def reduce(self, index: int) -> None:
         """Sum over the rows of every bucket, and bring the sums to where they are read."""
+        rule = self.rounds[index]
+        if rule is None:
+            return
         for bucket in self.buckets:
             bucket.backend.reduce(bucket, rule)
         # Of a process alone every device reads them, of several ranks only the home device.
@@ -374,15 +439,18 @@ class Plan:
                 if bucket.sums is not target:
                     copy_to(target[bucket.index], bucket.sums[bucket.index])
 
-    def apply(self) -> bool:
-        """Update the rows of every bucket; False if none is at home, where the step is counted."""
+    def apply(self) -> None:
+        """Update the rows of every bucket, and count the step at home."""
+        for bucket in self._drafting:
+            bucket.backend.draft(bucket, self.rule)
         for bucket in reversed(self._elsewhere):
             bucket.backend.apply(bucket, self.rule, last=False)
         if self._elsewhere:
             self._share_reasons()
         for bucket in reversed(self._at_home):
             bucket.backend.apply(bucket, self.rule, last=bucket is self._at_home[0])
-        return bool(self._at_home)
+        if not self._at_home:
+            report_step(self.rule, self.totals[0], self.home.inputs, self.home.report)
 
     def _share_reasons(self) -> None:
         """Bring the other devices' reasons home."""
@@ -413,11 +481,12 @@ def copy_to(target: Tensor, source: Tensor) -> Tensor:
 class Draft(NamedTuple):
     """What a plan will be made of. Everything is checked, nothing has changed yet."""
 
-    participants: list[Participant]
+    participants: list[Participant]  # all of them, or those that join a known plan
     keys: list[BucketKey]  # one for each participant
     backends: dict[BucketKey, Any]
     storage: Storage
     misplaced: bool  # whether a gradient or state is spread over ranks otherwise than its parameter
+    known: Plan | None = None  # a plan that said GROWN, whose rows stay
 
 
 def draft_plan(
@@ -426,8 +495,12 @@ def draft_plan(
     participants: list[Participant],
     select_backend: Callable[[BucketKey], Any],
     storage: Storage,
-) -> Draft:
-    """Check everything that a step will touch. No rank waits for another."""
+    known: Plan | None = None,
+) -> Draft | None:
+    """Check everything that a step will touch. No rank waits for another.
+
+    None where memory is so nested that participants of a known plan must be checked with the others.
+    """
     storage = storage_of(rule, storage)
     written = []
     misplaced = False
@@ -446,10 +519,29 @@ def draft_plan(
             spread = (param.grad, *(held.get(key) for key in (*STATE_KEYS, REMAINDER)))
             misplaced |= any(t is not None and not same_placement(t, param) for t in spread)
     check_overlap(written)
-    check_rounding({p.param.dtype for p in participants}, storage.rounding)
+    if known is not None and not apart(known.buckets, written):
+        return None
+    if known is None:
+        check_rounding({p.param.dtype for p in participants}, storage.rounding)
     keys = [BucketKey.of(p.param, state.get(p.param, {}), storage) for p in participants]
     backends = {key: select_backend(key) for key in keys}
-    return Draft(participants, keys, backends, storage, misplaced)
+    return Draft(participants, keys, backends, storage, misplaced, known)
+
+
+def apart(buckets: list[Bucket], written: list[tuple[Tensor, str]]) -> bool:
+    """Whether the spans of memory of all rows, and of more tensors, are one beside the other."""
+    gapped = [row.local for bucket in buckets for row in bucket.rows if row.copy is not None]
+    tensors = [t for t in (*(tensor for tensor, _ in written), *gapped) if t.numel()]
+    for device in {bucket.key.device for bucket in buckets} | {t.device for t in tensors}:
+        spans = [pair for b in buckets if b.key.device == device for pair in b.spans()]
+        more = np.array([span_of(t) for t in tensors if t.device == device], dtype=np.int64)
+        begin = np.concatenate([*(begin for begin, _ in spans), *more.reshape(-1, 2).T[:1]])
+        end = np.concatenate([*(end for _, end in spans), *more.reshape(-1, 2).T[1:]])
+        order = np.argsort(begin[begin != 0], kind="stable")
+        begin, end = begin[begin != 0][order], end[begin != 0][order]
+        if (begin[1:] < np.maximum.accumulate(end)[:-1]).any():
+            return False
+    return True
 
 
 def misplaced(plan: Plan | None, draft: Draft | None) -> bool:
@@ -462,19 +554,25 @@ def make_plan(
     groups: list[dict[str, Any]],
     state: dict[Tensor, Any],
     rule: Rule,
-    reductions: tuple[Rule, ...],
+    clipping: bool,
     tables_of: Callable[[torch.device], DeviceTables],
     process_group: Any,
 ) -> Plan:
-    """Create the state that is missing, and lay out the tables."""
+    """Create the state that is missing, and lay out the tables.
+
+    Buckets are in the order of their first parameters, those of one device together.
+    """
     rows: dict[BucketKey, list[Row]] = {}
     with torch.inference_mode(False):
         for key, participant in zip(draft.keys, draft.participants, strict=True):
             held = state[participant.param]
             init_state(held, participant.param, rule, draft.storage, participant.number)
             rows.setdefault(key, []).append(Row(participant, held, rule))
-        devices = list(dict.fromkeys([home_device(groups), *(key.device for key in rows)]))
-        in_order = sorted(rows, key=lambda key: devices.index(key.device))
-        buckets = [Bucket(key, rows[key], draft.backends[key]) for key in in_order]
+        buckets = {key: Bucket(key, rows[key], draft.backends[key]) for key in rows}
+        for bucket in draft.known.buckets if draft.known else ():
+            buckets[bucket.key] = bucket.with_rows(rows.get(bucket.key, []))
+        in_order = sorted(buckets.values(), key=lambda bucket: bucket.rows[0].number)
+        devices = list(dict.fromkeys([home_device(groups), *(b.key.device for b in in_order)]))
+        in_order.sort(key=lambda bucket: devices.index(bucket.key.device))
         tables = [tables_of(device) for device in devices]
-        return Plan(groups, state, rule, reductions, buckets, tables, process_group)
+        return Plan(groups, state, rule, clipping, in_order, tables, process_group, draft.known)

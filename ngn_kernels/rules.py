@@ -1,53 +1,29 @@
-"""The grid: every algorithm is one point of four independent choices. Imports no torch."""
+"""The grid: each algorithm is a choice of momentum, step size, preconditioner and decay.
+
+The module imports no torch. Regularised decay is implemented for scalar step sizes with RMS only.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
-from functools import cache
 
 
-class StepSize(Enum):
-    """One step size for all parameters, or one for each coordinate."""
-
-    SCALAR = "scalar"
-    COORDINATE = "coordinate"
-
-
-class Preconditioner(Enum):
-    """What D is: 1, or eps + the root of the bias-corrected second moment."""
-
-    NONE = "none"
-    RMS = "rms"
-
-
-class Decay(Enum):
-    """Where weight decay enters: beside the step, or inside the model that the step minimises."""
-
-    DECOUPLED = "decoupled"
-    REGULARISED = "regularised"
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Rule:
-    """A point of the grid, compared by identity: each point that is used exists once."""
+    """A point of the grid.
 
-    momentum: bool
-    step_size: StepSize
-    preconditioner: Preconditioner
-    decay: Decay = Decay.DECOUPLED
+    Attributes:
+        momentum: whether the displacement has momentum.
+        coordinate: a step size for each coordinate; otherwise one for all parameters together.
+        rms: D is eps + the root of the bias-corrected second moment; otherwise 1.
+        regularised: weight decay is part of the model that the step minimises; otherwise it is added
+            to the displacement.
+    """
 
-    @property
-    def coordinate(self) -> bool:
-        return self.step_size is StepSize.COORDINATE
-
-    @property
-    def rms(self) -> bool:
-        return self.preconditioner is Preconditioner.RMS
-
-    @property
-    def regularised(self) -> bool:
-        return self.decay is Decay.REGULARISED
+    momentum: bool = False
+    coordinate: bool = False
+    rms: bool = False
+    regularised: bool = False
 
     @property
     def reduce_reads(self) -> tuple[str, ...]:
@@ -66,11 +42,6 @@ class Rule:
         """The columns that the update writes."""
         return _present(v=self.rms, m=self.momentum, x=True)
 
-    @cache  # noqa: B019 (rules are few and live for ever)
-    def with_momentum(self, momentum: bool) -> Rule:
-        return self if momentum == self.momentum else replace(self, momentum=momentum)
-
-    @cache  # noqa: B019
     def reductions(self, clipping: bool) -> tuple[Rule, ...]:
         """The sums that must be known before the first write, as rules to reduce in this order.
 
@@ -78,7 +49,7 @@ class Rule:
         norm is what NGN reduces. A scalar rule without RMS gets it from its own reduce. Momentum
         plays no part in a sum, so it is off here and a backend needs no variants for it.
         """
-        own = () if self.coordinate else (self.with_momentum(False),)
+        own = () if self.coordinate else (replace(self, momentum=False),)
         return (NORM, *own) if clipping and (self.coordinate or self.rms) else own
 
 
@@ -86,15 +57,15 @@ def _present(**columns: bool) -> tuple[str, ...]:
     return tuple(name for name, present in columns.items() if present)
 
 
-NORM = Rule(momentum=False, step_size=StepSize.SCALAR, preconditioner=Preconditioner.NONE)
+NORM = Rule()
 
 RULES: dict[str, Rule] = {
     "NGN": NORM,
-    "NGNM": Rule(True, StepSize.SCALAR, Preconditioner.NONE),
-    "NGND": Rule(False, StepSize.COORDINATE, Preconditioner.NONE),
-    "NGND(rms)": Rule(False, StepSize.COORDINATE, Preconditioner.RMS),
-    "NGNMDv1": Rule(True, StepSize.SCALAR, Preconditioner.RMS),
-    "NGNMDv2": Rule(True, StepSize.COORDINATE, Preconditioner.RMS),
-    "DecNGNMDv1": Rule(True, StepSize.SCALAR, Preconditioner.RMS),
-    "NGNMDv1W": Rule(True, StepSize.SCALAR, Preconditioner.RMS, Decay.REGULARISED),
+    "NGNM": Rule(momentum=True),
+    "NGND": Rule(coordinate=True),
+    "NGND(rms)": Rule(coordinate=True, rms=True),
+    "NGNMDv1": Rule(momentum=True, rms=True),
+    "NGNMDv2": Rule(momentum=True, coordinate=True, rms=True),
+    "DecNGNMDv1": Rule(momentum=True, rms=True),
+    "NGNMDv1W": Rule(momentum=True, rms=True, regularised=True),
 }

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .distributed.dtensors import local, same_placement
 from .layout import EMPTY_ADDRESS, UNUSUAL_ADDRESS, Guard
-from .shards import local, same_placement
 from .state import same_order
 
 try:
@@ -21,7 +21,7 @@ try:
 except ImportError:
     NativeSignature = None  # type: ignore[assignment, misc]
 
-SAME, MOVED, UNUSUAL, STALE = Guard
+SAME, MOVED, UNUSUAL, STALE, GROWN = Guard
 
 
 class SignatureRow(NamedTuple):
@@ -38,9 +38,18 @@ class Signature(Protocol):
     def check(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
         """Compare all with what was there at the start.
 
-        Unless STALE, the gradients' addresses are in the columns: 0 for none, UNUSUAL_ADDRESS
+        Unless STALE or GROWN, the gradients' addresses are in the columns: 0 for none, UNUSUAL_ADDRESS
         where a closer look is needed. They are held until `release`.
         """
+
+    def extend(
+        self,
+        state: dict[Tensor, Any],
+        rows: list[SignatureRow],
+        columns: list[np.ndarray],
+        places: np.ndarray,
+    ) -> None:
+        """Add rows after GROWN; `places` are those of all rows in the new columns, old ones first."""
 
     def release(self) -> None:
         """The kernels are done: the gradients need not be kept any longer."""
@@ -123,6 +132,15 @@ class PythonSignature:
             column[:] = found[first : first + len(column)]
             first += len(column)
         return UNUSUAL if UNUSUAL_ADDRESS in found else MOVED if moved else SAME
+
+    def extend(
+        self,
+        state: dict[Tensor, Any],
+        rows: list[SignatureRow],
+        columns: list[np.ndarray],
+        places: np.ndarray,
+    ) -> None:
+        raise NotImplementedError("it never says GROWN")
 
     def release(self) -> None:
         self._held = []

@@ -1,17 +1,24 @@
-"""A parameter's state: which tensors, in which format and memory order, and how they are loaded."""
+"""A parameter's state: which tensors, in which format and memory order."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from copy import deepcopy
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import check_group, has_memory, is_dense
+from .checks import has_memory, is_dense
+from .distributed.dtensors import (
+    first_element,
+    is_sharded,
+    like,
+    local,
+    placed_like,
+    same_mesh,
+    same_placement,
+)
 from .formats import (
     FLOAT32,
     FORMATS,
@@ -28,19 +35,9 @@ from .formats import (
     rounding_of,
     scale_key,
 )
-from .rules import RULES, Rule
-from .shards import (
-    first_element,
-    is_sharded,
-    like,
-    local,
-    placed_like,
-    same_mesh,
-    same_placement,
-)
+from .rules import Rule
 
 STATE_KEYS = ("momentum_buffer", "exp_avg_sq")
-SAVED = "ngn"  # in a saved group: what belongs to the whole optimizer
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,7 +48,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def same_order(tensor: Tensor, other: Tensor) -> bool:
-    """Whether element i of both lies at the same place; dimensions of size 1 have no say."""
+    """Whether element i of both is at the same offset; dimensions of size 1 do not matter."""
     dims = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
     return tensor.numel() == 0 or all(size == 1 or a == b for size, a, b in dims)
 
@@ -99,8 +96,8 @@ def stored_dtype(param: Tensor, key: str, state: dict[str, Any], storage: Storag
     form = wanted_format(param, key, storage)
     if form is not None:
         return form.storage
-    held: torch.dtype = state[key].dtype if key in state else state_dtype(param.dtype)
-    return held if is_wide(held) else state_dtype(param.dtype)
+    dtype: torch.dtype = state[key].dtype if key in state else state_dtype(param.dtype)
+    return dtype if is_wide(dtype) else state_dtype(param.dtype)
 
 
 def storage_of(rule: Rule, storage: Storage) -> Storage:
@@ -116,13 +113,13 @@ def check_storage(param: Tensor, storage: Storage, owner: str) -> None:
         )
     if storage.rounding == "exact" and param.dtype == torch.float16:
         raise TypeError(
-            f"{owner} is float16, which does not have the range for its float32 number to be kept "
-            'beside it: use bfloat16, or rounding="stochastic"'
+            f'{owner} is float16, whose range is too small for rounding="exact": '
+            'use bfloat16, or rounding="stochastic"'
         )
 
 
 def check_rounding(dtypes: set[torch.dtype], rounding: str) -> None:
-    """Of all parameters together: beside bfloat16 ones there may be some that are exact already."""
+    """Raise unless a parameter is bfloat16, if any is there; others are exact already."""
     if rounding == "exact" and dtypes and torch.bfloat16 not in dtypes:
         raise TypeError(
             'rounding="exact" keeps what bfloat16 parameters lack, and none is bfloat16: '
@@ -130,40 +127,40 @@ def check_rounding(dtypes: set[torch.dtype], rounding: str) -> None:
         )
 
 
-MEND_STATE = "put back what was there, or start it anew with optimizer.state.pop(param)"
+RESTORE = "restore the original tensor, or reset the state with optimizer.state.pop(param)"
 
 
 def check_state(
-    state: dict[str, Any], param: Tensor, rule: Rule, owner: str, mend: str = MEND_STATE
+    state: dict[str, Any], param: Tensor, rule: Rule, owner: str, fix: str = RESTORE
 ) -> None:
-    """Raise unless what lies in a parameter's state can be used, after a move or a new layout."""
+    """Raise unless a parameter's state can be used, perhaps after a move or a new layout."""
     step = state.get("step", 0.0)
     is_tensor = isinstance(step, Tensor)
     if not (step.numel() == 1 and not step.is_complex() if is_tensor else isinstance(step, Real)):
-        raise ValueError(f"the step of {owner} is not one number: {mend}")
+        raise ValueError(f"the step of {owner} is not one number: {fix}")
     for key in columns_of(rule):
         if key not in state:
             continue
         tensor = state[key]
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            raise TypeError(f"the {key} of {owner} is not a dense tensor: {mend}")
+            raise TypeError(f"the {key} of {owner} is not a dense tensor: {fix}")
         if tensor.shape != param.shape:
-            raise ValueError(f"the {key} of {owner} has shape {tuple(tensor.shape)}: {mend}")
+            raise ValueError(f"the {key} of {owner} has shape {tuple(tensor.shape)}: {fix}")
         form = None if param.is_complex() else narrow_format(key, tensor.dtype)
         wide = is_wide(tensor.dtype) and tensor.is_complex() == param.is_complex()
         if form is None and not wide:
             raise ValueError(
                 f"the {key} of {owner} is {tensor.dtype}; state is float32 or float64, "
-                f"complex for complex parameters, or as state= says: {mend}"
+                f"complex for complex parameters, or as state= says: {fix}"
             )
         _check_mesh(tensor, param, key, owner)
         if not has_memory(local(tensor)):
-            raise TypeError(f"the {key} of {owner} has no memory: {mend}")
+            raise TypeError(f"the {key} of {owner} has no memory: {fix}")
         if form is not None and form.scale is not None:
             _check_scale(
-                state.get(scale_key(key)), local(tensor), form, f"the {key} of {owner}", mend
+                state.get(scale_key(key)), local(tensor), form, f"the {key} of {owner}", fix
             )
-    _check_remainder(state.get(REMAINDER), param, owner, mend)
+    _check_remainder(state.get(REMAINDER), param, owner, fix)
 
 
 def _check_mesh(tensor: Tensor, param: Tensor, key: str, owner: str) -> None:
@@ -178,7 +175,7 @@ def _check_mesh(tensor: Tensor, param: Tensor, key: str, owner: str) -> None:
         raise ValueError(f"{owner} and its {key} lie on different meshes: {advice}")
 
 
-def _check_remainder(remainder: Any, param: Tensor, owner: str, mend: str) -> None:
+def _check_remainder(remainder: Any, param: Tensor, owner: str, fix: str) -> None:
     if remainder is None:
         return
     fits = isinstance(remainder, Tensor) and (
@@ -188,7 +185,9 @@ def _check_remainder(remainder: Any, param: Tensor, owner: str, mend: str) -> No
         and has_memory(local(remainder))
     )
     if not fits:
-        raise ValueError(f"the remainder of {owner} is no int16 tensor of its shape: {mend}")
+        raise ValueError(
+            f"the remainder of {owner} must be an int16 tensor of the parameter's shape: {fix}"
+        )
     _check_mesh(remainder, param, REMAINDER, owner)
 
 
@@ -197,7 +196,7 @@ def scale_count(part: Tensor) -> int:
     return -(-part.numel() // QUANT_BLOCK)
 
 
-def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, mend: str) -> None:
+def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, fix: str) -> None:
     count = scale_count(code)
     fits = (
         isinstance(scale, Tensor)
@@ -209,11 +208,13 @@ def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, mend: str) 
     )
     if not fits:
         raise ValueError(
-            f"{owner} has no {count} scales beside it, one {form.scale} for each {QUANT_BLOCK} of its "
-            f"elements: {mend}"
+            f"{owner} needs a scale tensor of shape ({count},) and type {form.scale}, one scale for "
+            f"each {QUANT_BLOCK} elements: {fix}"
         )
     if not is_dense(code):
-        raise ValueError(f"{owner} has gaps in memory, so that its scales fit no longer: {mend}")
+        raise ValueError(
+            f"{owner} has gaps in memory, so its scales no longer belong to its elements: {fix}"
+        )
 
 
 def step_count(count: float | Tensor, device: torch.device) -> Tensor:
@@ -231,10 +232,10 @@ def init_state(
     storage: Storage = Storage(),  # noqa: B008
     number: int = 0,
 ) -> None:
-    """Create what is missing, and bring what a move, a cast or a new layout left behind along.
+    """Create missing state, and convert existing state to the parameter's device, type and layout.
 
     Args:
-        number: the parameter's own in the optimizer, which rounding depends on.
+        number: the parameter's index in the optimizer, which stochastic rounding depends on.
     """
     state["step"] = step_count(state.get("step", 0.0), param.device)
     for key in columns_of(rule):
@@ -255,7 +256,7 @@ def init_state(
 
 
 def is_in_place(tensor: Tensor, param: Tensor) -> bool:
-    """Whether its elements lie where a kernel looks for those that belong to the parameter's."""
+    """Whether its elements have the device, placement and memory order of the parameter's."""
     if not same_placement(tensor, param):
         return False
     part, here = local(tensor), local(param)
@@ -283,9 +284,9 @@ def plain(state: dict[str, Any], key: str) -> Tensor:
 def put(
     state: dict[str, Any], key: str, values: Tensor, param: Tensor, form: Format | None, number: int
 ) -> None:
-    """Numbers as a column of the state, in the parameter's memory order and the given format.
+    """Store numbers in the state, in the parameter's memory order and the given format.
 
-    What a format can hold stays as it is, so that storing what was stored changes nothing.
+    Numbers that a format can represent stay the same, so storing twice changes nothing.
     """
     state.pop(scale_key(key), None)
     if form is None:
@@ -298,138 +299,3 @@ def put(
     state[key] = like(param, code)
     if scale is not None:
         state[scale_key(key)] = scale
-
-
-def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state in numbers that any `state=` loads."""
-    scales = {scale_key(key) for key in STATE_KEYS}
-    numbers = {
-        key: plain(state, key) if key in STATE_KEYS else value
-        for key, value in state.items()
-        if key not in scales
-    }
-    if is_sharded(numbers.get(REMAINDER)):
-        numbers[REMAINDER] = numbers[REMAINDER].int()  # process groups send no int16
-    return numbers
-
-
-def saved_options(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What belongs to the whole optimizer; every group has it, and files of other ways have none."""
-    found = [group[SAVED] for group in groups if isinstance(group.get(SAVED), dict)]
-    options = dict(found[0]) if found else {}
-    count = options.get("skipped_steps", 0)
-    if not isinstance(count, int) or count < 0:
-        raise ValueError(f"the loaded skipped_steps is {count!r}: it must be a count of steps")
-    return options
-
-
-def check_loadable(
-    loaded: list[dict[str, Any]], current: list[dict[str, Any]], defaults: dict[str, Any]
-) -> None:
-    """Raise unless the loaded groups fit the optimizer's."""
-    algorithm = defaults["algorithm"]
-    if len(loaded) != len(current):
-        raise ValueError(
-            f"the loaded state has {len(loaded)} parameter groups and the optimizer has "
-            f"{len(current)}: build the optimizer with the same groups first"
-        )
-    for i, (theirs, ours) in enumerate(zip(loaded, current, strict=True)):
-        if theirs.get("algorithm") != algorithm:
-            source = theirs.get("algorithm", "another optimizer")
-            raise ValueError(
-                f"the loaded state is from {source} and this is {algorithm}: "
-                "load it into the algorithm it came from"
-            )
-        if len(theirs["params"]) != len(ours["params"]):
-            raise ValueError(
-                f"group {i} of the loaded state has {len(theirs['params'])} parameters and the "
-                f"optimizer's {len(ours['params'])}: build the optimizer with the same groups first"
-            )
-        check_group({**defaults, **theirs}, defaults)
-
-
-def load_state(
-    param: Tensor,
-    values: dict[str, Any],
-    algorithm: str,
-    label: str,
-    storage: Storage = Storage(),  # noqa: B008
-    number: int = 0,
-) -> dict[str, Any]:
-    """One parameter's loaded state, copied to its device and memory order.
-
-    It is recast only to and from the narrow formats of `state=`. Keys that are not the optimizer's
-    are the user's own: they are copied as they are.
-    """
-    rule = RULES[algorithm]
-    # torch's loader of flattened state gives {} for what lies beside the numbers and was not saved.
-    beside = {REMAINDER, *map(scale_key, STATE_KEYS)}
-    reserved = {"step", *STATE_KEYS, *beside}
-    own = {k: copied(v) for k, v in values.items() if k not in reserved}
-    values = {
-        k: v
-        for k, v in values.items()
-        if k in reserved and not (k in beside and isinstance(v, dict) and not v)
-    }
-    required = {"step"} | ({"exp_avg_sq"} if rule.rms else set())
-    known = required | ({"momentum_buffer"} if rule.momentum else set())
-    exact = rounding_of(param.dtype, storage.rounding) == "exact"
-    if values and not required <= set(values) <= known | {REMAINDER}:
-        raise ValueError(
-            f"the loaded state of {label} has {sorted(values)} where {algorithm} keeps "
-            f"{sorted(known)}: it is from another optimizer"
-        )
-    if values and exact and REMAINDER not in values:
-        raise ValueError(
-            f'the loaded state of {label} has no remainder, which rounding="exact" needs: load it '
-            'with the rounding that it was saved with, or add "remainder": '
-            "torch.zeros_like(param, dtype=torch.int16) to go on from the rounded parameter"
-        )
-    owner, mend = f"{label}, as loaded,", "load it into the model that it was saved with"
-    check_state(values, param, rule, owner, mend)
-    _check_numbers(values, owner)
-    check_storage(param, storage_of(rule, storage), label)
-    state: dict[str, Any] = {}
-    if "step" in values:
-        state["step"] = step_count(values["step"], param.device).clone()
-    for key in STATE_KEYS:
-        if key in values:
-            form = wanted_format(param, key, storage)
-            if form is not None:
-                _check_storable(values[key], key, form, label)
-            put(state, key, values[key], param, form, number)
-    if exact and values:
-        state[REMAINDER] = copied_like(param, values[REMAINDER], torch.int16)
-    return state | own
-
-
-def copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
-
-
-def _check_numbers(values: dict[str, Any], owner: str) -> None:
-    """Raise unless a run can have left these numbers behind: finite ones, and v not negative."""
-    mend = (
-        "no step stores that, so the file is damaged: load an earlier one, or leave this state out"
-    )
-    if "step" in values:
-        count = float(values["step"])
-        if not (math.isfinite(count) and count >= 0 and count.is_integer()):
-            raise ValueError(f"the step of {owner} is {count}, not a count of steps: {mend}")
-    for key in set(STATE_KEYS) & set(values):
-        numbers = local(values[key])
-        if numbers.is_complex():
-            numbers = torch.view_as_real(numbers.resolve_conj())
-        if not numbers.isfinite().all():
-            raise ValueError(f"the {key} of {owner} has numbers that are not finite: {mend}")
-        if key == "exp_avg_sq" and (numbers < 0).any():
-            raise ValueError(f"the {key} of {owner} has negative numbers: {mend}")
-
-
-def _check_storable(values: Tensor, key: str, form: Format, label: str) -> None:
-    """In a narrow format one number that is too large would spoil its neighbours."""
-    if not (local(values).abs() <= form.limit).all():
-        raise ValueError(
-            f"the {key} of {label}, as loaded, has numbers that are too large for a narrow state: "
-            'load it with state="float32"'
-        )

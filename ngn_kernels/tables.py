@@ -32,6 +32,9 @@ def array_of(tensor: Tensor) -> Any:
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
+NO_AMP = (None, None)
+
+
 class Inputs:
     """What the host tells a step, on one device: a few scalars, and each group's values."""
 
@@ -48,25 +51,52 @@ class Inputs:
         self._lr_slots = self.groups.select(1, GroupColumn.LR).unbind()
         self._on_host = device.type == "cpu"
         self._values: list[GroupValues] | None = None
+        self._options: tuple[float, float | None] | None = None  # that were written without AMP
         # Numbers of tensors on a device, which are never read.
         self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def set(self, scalars: list[float | Tensor]) -> None:
-        """Write all scalars, in the order of Input; the device has them after `send`."""
-        self._scalars.values[:] = [
-            self._number(value, slot) if isinstance(value, Tensor) else value
-            for value, slot in zip(scalars, self._scalar_slots, strict=True)
-        ]
+    def set(
+        self,
+        loss: float | Tensor,
+        options: tuple[float, float | None],
+        amp: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Write this rank's scalars; the device has them after `send`.
+
+        Args:
+            loss: the loss of the step.
+            options: loss_floor and max_grad_norm.
+            amp: grad_scale and found_inf, as a GradScaler leaves them with the optimizer.
+        """
+        values = self._scalars.values
+        if options != self._options or amp != NO_AMP:
+            floor, max_grad_norm = options
+            grad_scale, found_inf = amp
+            values[Input.LOSS_FLOOR] = floor
+            values[Input.MAX_GRAD_NORM] = math.inf if max_grad_norm is None else max_grad_norm
+            values[Input.GRAD_SCALE] = self._number(
+                1.0 if grad_scale is None else grad_scale, Input.GRAD_SCALE
+            )
+            values[Input.FOUND_INF] = self._number(
+                0.0 if found_inf is None else found_inf, Input.FOUND_INF
+            )
+            self._options = options if amp == NO_AMP else None
+        values[Input.LOSS] = self._number(loss, Input.LOSS)
 
     def set_groups(self, values: list[GroupValues], device_lrs: dict[int, Tensor]) -> None:
         """Write the groups' values; an lr that lives on a device is copied, never read."""
         if values != self._values:
             self._groups.values[:] = values
             for index, lr in device_lrs.items():
-                self._groups.values[index, GroupColumn.LR] = self._number(lr, self._lr_slots[index])
+                self._groups.values[index, GroupColumn.LR] = self._copied(lr, self._lr_slots[index])
             self._values = None if device_lrs else values
 
-    def _number(self, value: Tensor, slot: Tensor) -> float:
+    def _number(self, value: float | Tensor, field: Input) -> float:
+        return (
+            self._copied(value, self._scalar_slots[field]) if isinstance(value, Tensor) else value
+        )
+
+    def _copied(self, value: Tensor, slot: Tensor) -> float:
         """A tensor's number if it is on the host, or else NaN until `send` copies it over."""
         if self._on_host or value.device.type == "cpu":
             return float(value)

@@ -28,13 +28,25 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ngn_kernels import SkippedStepWarning
+from ngn_kernels.checks import is_dense
 
 NAN, INF = float("nan"), float("inf")
 STATE = ("momentum_buffer", "exp_avg_sq")
+OWN = "the user's own"
 SHAPES = ((), (1,), (3,), (2, 3), (7,), (2, 2, 2), (0,), (17,))
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 WIDE = (torch.float32, torch.float64)
 MOST_PARAMS, MOST_GROUPS = 5, 3
+# What narrow lives are built with, and the types of their parameters.
+NARROW: tuple[tuple[dict[str, Any], tuple[torch.dtype, ...]], ...] = (
+    *(({"state": state}, (torch.float32,)) for state in ("8bit", "bfloat16")),
+    *(({"state": ("8bit", other)}, (torch.float32,)) for other in ("bfloat16", "float32")),
+    *(({"state": ("float32", other)}, (torch.float32,)) for other in ("8bit", "bfloat16")),
+    ({"rounding": "stochastic"}, (torch.bfloat16, torch.float16, torch.float32)),
+    ({"rounding": "stochastic", "state": ("float32", "8bit")}, (torch.bfloat16, torch.float16)),
+    ({"rounding": "exact"}, (torch.bfloat16,)),
+    ({"rounding": "exact", "state": ("bfloat16", "float32")}, (torch.bfloat16,)),
+)
 # The relative error of a few steps from identical state, where every number is a wide one.
 TRAJECTORY = {torch.float64: 1e-10, torch.float32: 1e-4}
 
@@ -49,20 +61,18 @@ class Life:
         self.generator = torch.Generator().manual_seed(seed)
         self.algorithm: Algorithm = rng.choice(ALGORITHMS)
         backend = rng.choice(backends)
-        self.kind = rng.choices(("wide", "half", "narrow"), (30, 4, 1))[0]
+        self.kind = rng.choices(("wide", "half", "narrow"), (30, 4, 2))[0]
         if backend == "triton" and self.kind == "narrow":
             self.kind = "wide"
         self.options = {"max_grad_norm": rng.choice((None, None, 0.5))}
         self.options["loss_floor"] = rng.choice((0.0, -1.0, 0.3))
-        built: dict[str, Any] = {}
-        if self.kind == "narrow":
-            built["state"] = rng.choice(("8bit", "bfloat16", ("8bit", "bfloat16")))
+        built, self.narrow_types = rng.choice(NARROW) if self.kind == "narrow" else ({}, ())
         columns = [
             [self.new_param(rng, backend) for _ in range(rng.randint(1, 2))]
             for _ in range(rng.randint(1, 2))
         ]
         if self.kind == "narrow":
-            columns[0].append(self.tensor(rng, (65, 64), torch.float32))
+            columns[0].append(self.tensor(rng, (65, 64), self.narrow_types[0]))
         self.optimizer: Any = self.algorithm.build(
             columns,
             [self.new_hyper(rng) for _ in columns],
@@ -76,6 +86,11 @@ class Life:
     @property
     def backend(self) -> str:
         return str(self.optimizer.backend)
+
+    @property
+    def slack(self) -> float:
+        """At a loss of 0, rho of regularised decay is a sum of numbers of both signs, and nothing else."""
+        return 16.0 if self.algorithm.name == "NGNMDv1W" else 1.0
 
     @property
     def params(self) -> list[Any]:
@@ -99,7 +114,7 @@ class Life:
         if self.kind == "half":  # whose sums are those of float32
             allowed.remove(torch.float64) if torch.float64 in allowed else None
         elif self.kind == "narrow":
-            allowed = [torch.float32]
+            allowed = list(self.narrow_types)
         dtype = rng.choice(allowed)
         if self.kind == "wide" and rng.random() < 0.1:
             dtype = COMPLEX[dtype]
@@ -139,6 +154,7 @@ class Life:
         wide = self.kind == "wide"
         pair = Pair(self.algorithm, self.optimizer, **self.options)
         before = [np.abs(real64(p)) for p in self.params]
+        still = [(p, p._version) for p in self.params if id(p) in self.frozen]
         for _ in range(rng.randint(1, 12) if wide and step is None else 1):
             self.give_gradients(rng)
             loss = self.new_loss(rng)
@@ -151,8 +167,9 @@ class Life:
         if wide:
             self.compare(pair, before)
         else:
-            pair.check_step()
+            pair.check_step(self.slack)
         assert int(self.optimizer.skipped_steps) == self.skipped
+        assert all(p._version == version for p, version in still)
 
     def compare(self, pair: Pair, before: list[Any]) -> None:
         variables = [v for group in pair.oracle.groups for v in group.variables]
@@ -331,8 +348,8 @@ def options_change(life: Life, rng: random.Random) -> None:
 @event()
 def state_is_cast(life: Life, rng: random.Random) -> Any:
     p, state = life.one(rng)
-    keys = [key for key in STATE if key in state]
-    if not keys or life.kind != "wide" or life.backend == "triton":
+    keys = [key for key in STATE if key in state and state[key].abs().dtype in WIDE]
+    if not keys or life.backend == "triton":
         return False
     key = rng.choice(keys)
     wide = torch.complex128 if p.is_complex() else torch.float64
@@ -385,6 +402,15 @@ def state_is_reset(life: Life, rng: random.Random) -> None:
 
 
 @event()
+def the_user_keeps_something_in_the_state(life: Life, rng: random.Random) -> None:
+    p, _ = life.one(rng)
+    kept = torch.full((rng.randint(0, 3),), float(rng.randint(0, 9)), dtype=torch.float16)
+    life.optimizer.state[p][OWN] = kept
+    life.take(rng)
+    assert life.optimizer.state[p][OWN] is kept
+
+
+@event()
 def a_step_count_is_another_kind_of_number(life: Life, rng: random.Random) -> Any:
     _, state = life.one(rng)
     if "step" not in state:
@@ -421,7 +447,11 @@ def a_checkpoint_goes_to_another_backend(life: Life, rng: random.Random) -> Any:
     options = {"state": old._storage.given, "rounding": old._storage.rounding}
     new = life.algorithm.simple(groups, backend=target, **life.options, **options)
     new.load_state_dict(saved)
-    life.optimizer, life.frozen, life.skipped = new, set(), 0
+    for p, q in zip(params_of(old), params_of(new), strict=True):
+        kept, loaded = (o.state.get(x, {}).get(OWN) for o, x in ((old, p), (new, q)))
+        assert (kept is None) == (loaded is None)
+        assert kept is None or (torch.equal(loaded, kept) and loaded is not kept)
+    life.optimizer, life.frozen = new, set()
     life.take(rng)
 
 
@@ -465,6 +495,53 @@ def a_copy_takes_over(life: Life, rng: random.Random) -> None:
         life.optimizer.step()
 
     return life.take(rng, step)
+
+
+# Real backward passes
+
+
+@event(4)
+def batches_are_discarded(life: Life, rng: random.Random) -> Any:
+    """Cleared by a module, which the optimizer does not see, with a loss given for them."""
+    if life.frozen:
+        return False
+    for p in life.params:
+        if p.grad is not None and not is_dense(p.grad):
+            p.grad = None  # autograd cannot add to an expanded one
+    module = torch.nn.ParameterList(life.params)
+    set_to_none, first, by_mean = (rng.random() < 0.5 for _ in range(3))
+    give = life.optimizer.set_loss if by_mean else life.optimizer.add_loss
+    module.zero_grad(set_to_none=set_to_none)
+    for _ in range(rng.randint(1, 3)):
+        backward(life, rng, give, [1000.0], first)
+    module.zero_grad(set_to_none=set_to_none)
+
+    pair = Pair(life.algorithm, life.optimizer, **life.options)
+    start = [np.abs(real64(p)) for p in life.params]
+    loss, parts = life.new_loss(rng), rng.randint(1, 3)
+    shares = [loss] * parts if by_mean else [loss / parts] * parts
+    backward(life, rng, give, shares, first)
+    pair.expect(loss)
+    life.optimizer.step(*rng.choice(((), (lambda: None,))))
+    life.steps += 1
+    if life.kind == "wide":
+        life.compare(pair, start)
+    else:
+        pair.check_step()
+    module.zero_grad()
+
+
+def backward(
+    life: Life, rng: random.Random, give: Callable[[float], None], shares: list[float], first: bool
+) -> None:
+    """Of one micro-batch for each share, which reaches every parameter."""
+    for share in shares:
+        if first:
+            give(share)
+        grads = [torch.randn(p.shape, generator=life.generator, dtype=p.dtype) for p in life.params]
+        torch.autograd.backward(life.params, [g / len(shares) for g in grads])
+        if not first:
+            give(share)
 
 
 # Ways to step
@@ -513,7 +590,7 @@ def the_loss_is_scaled(life: Life, rng: random.Random) -> None:
     if life.kind == "wide":
         life.compare(pair, before)
     else:
-        pair.check_step()
+        pair.check_step(life.slack)
 
 
 def forget_the_scale(life: Life) -> None:
@@ -629,6 +706,22 @@ def a_step_is_refused(life: Life, rng: random.Random) -> Any:
         with pytest.raises(kind):
             wrong()
     assert int(optimizer.skipped_steps) == life.skipped
+    life.take(rng)
+
+
+@event()
+def a_gradient_of_another_kind_is_refused(life: Life, rng: random.Random) -> Any:
+    """Complex where the parameter is real, or the other way round."""
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        return False
+    life.give_gradients(rng)
+    p, _ = life.one(rng)
+    kept, p.grad_dtype = p.grad, None
+    dtype = p.dtype.to_real() if p.is_complex() else COMPLEX.get(p.dtype, torch.complex64)
+    p.grad = torch.zeros(p.shape, dtype=dtype)
+    with life.nothing_changes(), pytest.raises(TypeError, match="both must be real or both"):
+        life.optimizer.step(loss=life.new_loss(rng))
+    p.grad = kept
     life.take(rng)
 
 

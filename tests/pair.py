@@ -12,6 +12,7 @@ from helpers import real64
 from oracle import Array, Group, Oracle, Variable
 from torch import Tensor
 
+from ngn_kernels.checkpoint import plain_state
 from ngn_kernels.formats import (
     QUANT_BLOCK,
     REMAINDER,
@@ -20,7 +21,6 @@ from ngn_kernels.formats import (
     join_bfloat16,
     rounding_of,
 )
-from ngn_kernels.state import plain_state
 
 
 class Tolerance(NamedTuple):
@@ -163,8 +163,12 @@ class Pair:
         value = loss.detach() if isinstance(loss, Tensor) else loss
         self.oracle.step(float(value), gradients, grad_scale)
 
-    def check_step(self) -> None:
-        """After one step from identical state, element by element."""
+    def check_step(self, slack: float = 1.0) -> None:
+        """After one step from identical state, element by element.
+
+        Args:
+            slack: how often the usual rounding may be there, where a sum's terms cancel.
+        """
         for (p, group), variable, before in self._rows():
             tol = TOLERANCES[p.abs().dtype if p.is_complex() else p.dtype]
             x, m = variable.x, variable.momentum_buffer
@@ -176,7 +180,7 @@ class Pair:
             close(
                 value_of(self.optimizer, p),
                 x,
-                tol.arithmetic * size + roundoff * np.abs(x) + 2 * tol.smallest,
+                slack * tol.arithmetic * size + roundoff * np.abs(x) + 2 * tol.smallest,
                 "parameter",
             )
             state, stored = numbers_in(self.optimizer, p), self.optimizer.state.get(p, {})
@@ -187,7 +191,7 @@ class Pair:
                 close(
                     real64(state["momentum_buffer"]),
                     m,
-                    2 * tol.arithmetic * terms
+                    2 * slack * tol.arithmetic * terms
                     + rounding
                     + 2.0**-149
                     + 1.01 * format_error("momentum_buffer", stored["momentum_buffer"], m),
@@ -197,7 +201,7 @@ class Pair:
                 close(
                     real64(state["exp_avg_sq"]),
                     variable.v,
-                    tol.arithmetic * variable.v
+                    slack * tol.arithmetic * variable.v
                     + 2.0**-148
                     + 1.01 * format_error("exp_avg_sq", stored["exp_avg_sq"], variable.v),
                     "exp_avg_sq",

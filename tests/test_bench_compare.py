@@ -213,6 +213,8 @@ def test_readme_is_generated_and_checked(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     result["not_run"]["many:3x5"] = {"Momo · momo-opt": "out of luck"}
+    rule = {"contender": "ngnm:cpu", "label": "NGN-M · cpu", "ratio": 0.5}
+    result["rows"].append(json.loads(json.dumps(result["rows"][1])) | rule)
     text, source = tmp_path / "README.md", write(tmp_path / "reference.json", result)
     text.write_text(f"# Title\n\n{readme.marked('bench', 'old')}\n\nafter\n")
     picture = tmp_path / "images" / "step.png"
@@ -230,21 +232,23 @@ def test_readme_is_generated_and_checked(
     assert written.endswith("\n\nafter\n")
     rows = [line for line in written.splitlines() if line.startswith("|")]
     assert rows == [
-        "| optimizer | bytes of state | many:3x5 |",
+        "| optimizer | bytes of state | 15 in 3 tensors |",
         "| :-- | --: | --: |",
         "| **AdamW · fused** | **8.80** | **1.00 s** |",
-        "| AdamW · for-loop | 8.80 | 2.00 |",
+        "| NGN-M · cpu | 8.80 | 0.50 |",
     ]
-    assert "Workloads: many:3x5: 15 parameters in 3 tensors." in written
     assert "at revision 0123abc" in written
-    assert "training iteration" not in written
-    assert "![Time of one optimizer step against fused AdamW](images/step.png)" in written
     assert readme.main([*command, "--check"]) == 0
     assert readme.main(command) == 0
     assert text.read_text() == written
 
     speed = tmp_path / "speed.md"
     full = speed.read_text()
+    assert "| AdamW · for-loop | 8.80 | 2.00 |\n| NGN-M · cpu | 8.80 | 0.50 |" in full
+    assert "Workloads: many:3x5: 15 parameters in 3 tensors." in full
+    assert "training iteration" not in full
+    assert "![Time of one optimizer step against fused AdamW](images/step.png)" in full
+    assert "AdamW · fused: = for-loop in float64; all others: = itself in float64.\n" in full
     assert "## many:3x5: 15 parameters in 3 tensors, float32\n" in full
     assert "| AdamW · for-loop | 2.00 s | 1.0% | 2.00× |" in full
     assert "| **AdamW · fused** | **1.00 s** | **1.0% (n=2)** | **1.00×** |" in full
@@ -282,15 +286,17 @@ def test_readme_is_generated_and_checked(
     assert readme.main([*command, "--check"]) == 1
     assert "loops.json" in capsys.readouterr().out
     assert readme.main(command) == 0
-    sentence = "fused AdamW, took 2.00 (many:3x5, AdamW · for-loop)."
-    assert sentence in text.read_text()
-    assert "`ngn-bench train --preset loops`" in text.read_text()
+    sentence = "fused AdamW, took 2.00 (many:3x5, AdamW · for-loop), 0.50 (many:3x5, NGN-M · cpu)."
+    assert sentence in speed.read_text()
+    assert "`ngn-bench train --preset loops`" in speed.read_text()
     assert readme.main([*command, "--check"]) == 0
-    text.write_text(text.read_text().replace("took 2.00", "took 0.96"))
+    speed.write_text(speed.read_text().replace("took 2.00", "took 0.96"))
     assert readme.main([*command, "--check"]) == 1
     loops.unlink()
+    speed.write_text(full)
+    assert readme.main([*command, "--check"]) == 0
 
-    text.write_text(written.replace("| 2.00 |", "| 1.90 |"))
+    text.write_text(written.replace("| 0.50 |", "| 0.60 |"))
     assert readme.main([*command, "--check"]) == 1
     text.write_text(written)
     write(tmp_path / "reference.json", slowed(result, 1.0001))

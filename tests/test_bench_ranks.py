@@ -64,7 +64,7 @@ def test_ranks_that_differ_give_status_1(
     said = capsys.readouterr()
     assert "ranks differ" in said.err
     (line,) = [line for line in said.out.splitlines() if "DDP" in line and "NGN-MDv1" in line]
-    assert line.split()[-4:] == ["B", "0.50×", "3.00×", "NO"]
+    assert line.split()[-7:] == ["64", "B", "in", "1", "0.50×", "3.00×", "NO"]
 
 
 def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:

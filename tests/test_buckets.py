@@ -14,10 +14,10 @@ from pair import Pair
 from torch import Tensor
 
 from ngn_kernels import SkippedStepWarning, plan
+from ngn_kernels.distributed.exchange import Ranks
 from ngn_kernels.layout import Reason
 from ngn_kernels.optimizer import WARNINGS
 from ngn_kernels.plan import BucketKey
-from ngn_kernels.ranks import Ranks
 
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

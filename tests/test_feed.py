@@ -87,6 +87,35 @@ def test_a_loss_that_was_dropped_is_forgotten() -> None:
     two.step(0)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_loss_whose_gradients_the_module_cleared_is_forgotten(set_to_none: bool) -> None:
+    """As generators and judges are trained: the one's backward() reaches the other."""
+    two = Two()
+    module = torch.nn.ParameterList(two.params[1:])
+    for _ in range(3):
+        module.zero_grad(set_to_none)
+        two.backward(1)
+        assert pending(two.optimizers[1]) == 2.0
+        two.step(1)
+        two.optimizers[0].zero_grad()
+        two.backward(0, 1)
+        two.step(0)
+
+
+def test_a_loss_of_the_users_own_is_added() -> None:
+    """It was given before the feed gave one: the feed had no entry to add its own to."""
+    two = Two()
+    for k in range(2):
+        for optimizer in two.optimizers:
+            optimizer.zero_grad()
+            optimizer.add_loss(0.25)
+        two.backward(0)
+        two.backward(1)
+        assert [pending(o) for o in two.optimizers] == [1.25, 2.25], k
+        two.step(0)
+        two.step(1)
+
+
 def test_a_single_optimizer_may_step_again_and_again() -> None:
     p = Parameter(torch.ones(3))
     optimizer = NGNMDv1.simple([p], backend="reference")

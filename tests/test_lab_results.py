@@ -94,7 +94,7 @@ def test_the_good_range_is_around_the_best_and_within_the_margin() -> None:
     assert (found.low, found.high) == (0.1, 100.0)
     assert found.decades == pytest.approx(3)
     assert (found.open_low, found.open_high) == (False, True)
-    assert found.width == "≥ 3.0"
+    assert found.width == "≥ 3"
     narrow = results.good_range("ngn-m", 0.15)
     assert narrow is not None and (narrow.low, narrow.high) == (1.0, 10.0)
 
@@ -136,11 +136,11 @@ def test_the_headline_table_has_best_paper_and_width() -> None:
     rows = {row[0]: dict(zip(headings, row, strict=True)) for row in shown.rows}
     assert rows["NGN-M"]["best accuracy"] == "98.05 ± 0.07"
     assert rows["NGN-M"]["paper"] == "97.97 ± 0.08"
-    assert rows["NGN-M"]["decades"] == "≥ 3.0"
+    assert rows["NGN-M"]["decades"] == "≥ 3"
     assert rows["NGN-M"]["at 10× lr"] == "97.95"
     assert rows["NGN-M"]["at 100× lr"] == "97.65"
     assert rows["SGDM"]["at 10× lr"] == "diverged"
-    assert rows["Adam"]["decades"] == "≥ 1.0"
+    assert rows["Adam"]["decades"] == "≥ 1"
     assert rows["Momo-Adam"]["best accuracy"] == "diverged"
     assert "0.5 points of accuracy" in shown.caption
 

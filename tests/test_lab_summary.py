@@ -24,17 +24,17 @@ COMMAND = "ngn-bench sweep --task mnist-mlp --seeds 1 --optimizers ngn-m,sgdm --
 
 
 def repository(folder: Path, runs: list[dict[str, Any]], commands: list[str] | None = None) -> Path:
-    """A repository that keeps one sweep, with a page and a README to bring up to date."""
+    """A repository that keeps one sweep, with two pages to bring up to date."""
     lab = folder / "bench" / "results" / "lab"
     (lab / "one").mkdir(parents=True)
-    entry = {"title": "A task", "folder": "one", "pictures": ["resilience"]}
+    entry = {"title": "A task", "folder": "one", "pictures": ["resilience"], "reaches_zero": "yes"}
     (lab / "sweeps.json").write_text(json.dumps([entry | {"commands": commands or [COMMAND]}]))
     (lab / "one" / "runs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in runs))
     (folder / "docs").mkdir()
     old = "<!-- lab:{0} -->\nold\n<!-- /lab:{0} -->\n"
-    for name, parts in (("docs/stability.md", ("summary", "one")), ("README.md", ("decades",))):
+    for name, parts in (("stability.md", ("summary", "one")), ("precision.md", ("decades",))):
         text = "".join(old.format(part) for part in parts)
-        (folder / name).write_text(f"before\n{text}after\n")
+        (folder / "docs" / name).write_text(f"before\n{text}after\n")
     return lab
 
 
@@ -56,15 +56,15 @@ def rows(lab: Path) -> dict[str, list[str]]:
 def test_a_gap_is_not_a_neighbour(tmp_path: Path) -> None:
     """100 is missing, so 1000 does not count, and the range may go on."""
     shown = rows(repository(tmp_path, PARTIAL))
-    assert shown["NGN-M"] == ["98.00", "1", "≥ 1.0", "97.90", "–"]
+    assert shown["NGN-M"] == ["98.00", "1", "≥ 1", "97.90", "–"]
 
 
 def test_a_best_score_beside_a_gap_is_marked(tmp_path: Path) -> None:
     shown = rows(repository(tmp_path, PARTIAL))
-    assert shown["SGDM"] == ["97.50*", "1", "≥ 0.0", "diverged", "–"]
+    assert shown["SGDM"] == ["97.50*", "1", "≥ 0", "diverged", "–"]
     whole = PARTIAL + scores("sgdm", {0.1: 97.9, 100.0: None, 1000.0: None})
     shown = rows(repository(tmp_path / "whole", whole))
-    assert shown["SGDM"] == ["97.90", "0.1", "≥ 1.0", "97.50", "diverged"]
+    assert shown["SGDM"] == ["97.90", "0.1", "≥ 1", "97.50", "diverged"]
 
 
 def test_what_never_ran_and_what_always_diverged(tmp_path: Path) -> None:
@@ -107,21 +107,41 @@ def test_documents_are_checked_and_written(
     repository(tmp_path, PARTIAL)
     root = ["summary", "--root", str(tmp_path)]
     assert main([*root, "--check"]) == 1
-    assert "README.md" in capsys.readouterr().out
+    assert "precision.md" in capsys.readouterr().out
     assert main([*root, "--write"]) == 0
     page = (tmp_path / "docs" / "stability.md").read_text("utf-8")
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
-    assert "| A task | NGN-M | 98.00 | 1 | ≥ 1.0 | 97.90 | – |" in page
+    assert "| A task | NGN-M | 98.00 | 1 | ≥ 1 | 97.90 | – |" in page
     assert "**Not finished**: A task (6 of 10 runs)." in page
     assert "| NGN-M | 97.00 | 98.00 | 97.90 | – | 97.80 |" in page
-    readme = (tmp_path / "README.md").read_text("utf-8")
-    assert "| A task * | ≥ 1.0 | ≥ 0.0 | – | – | – | – |" in readme
+    other = tmp_path / "docs" / "precision.md"
+    widths = other.read_text("utf-8")
+    assert "| A task * | yes | ≥ 1 | ≥ 0 | – | – | – | – |" in widths
     for name in ("summary", "one-resilience"):
         picture = tmp_path / "docs" / "images" / f"stability-{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*root, "--check"]) == 0
-    readme_path = tmp_path / "README.md"
-    readme_path.write_text(readme.replace("≥ 1.0", "≥ 9.0"), "utf-8")
+    other.write_text(widths.replace("≥ 1", "≥ 9"), "utf-8")
+    assert main([*root, "--check"]) == 1
+
+
+def test_the_picture_of_the_readme_is_checked(tmp_path: Path) -> None:
+    """It carries the fingerprint of the scores that it shows."""
+    runs = scores("ngn-mdv1", {0.1: 97.0, 1.0: 98.0}) + scores("adam", {0.1: 97.0, 1.0: None})
+    lab = repository(tmp_path, [], [COMMAND.replace("ngn-m,sgdm", "ngn-mdv1,adam")])
+    index = (lab / "sweeps.json").read_text()
+    (lab / "sweeps.json").write_text(index.replace('"one"', '"mnist-mlp"'))
+    for page in ("stability.md", "precision.md"):
+        (tmp_path / "docs" / page).write_text("nothing generated")
+    (lab / "mnist-mlp").mkdir()
+    kept = lab / "mnist-mlp" / "runs.jsonl"
+    kept.write_text("".join(json.dumps(one) + "\n" for one in runs))
+    root = ["summary", "--root", str(tmp_path)]
+    picture = tmp_path / "docs" / "images" / summary.HEADLINE_PICTURE
+    assert main([*root, "--check"]) == 1
+    assert main([*root, "--write"]) == 0 and picture.exists()
+    assert main([*root, "--check"]) == 0
+    kept.write_text(kept.read_text() + json.dumps(scores("adam", {10.0: 50.0})[0]) + "\n")
     assert main([*root, "--check"]) == 1
 
 
@@ -250,8 +270,8 @@ def test_formats_of_one_sweep_are_told_apart(tmp_path: Path) -> None:
     )
     assert main(["summary", "--root", str(tmp_path), "--write"]) == 0
     text = page.read_text("utf-8")
-    assert '| NGN-MDv1 | `"float32"` | 8 | 36 | – | 98.00; ≥ 1.0 |' in text
-    assert '| NGN-MDv1 | `"8bit"` | 2.125 | 21.31 | 1.12 | 97.50; ≥ 1.0 |' in text
+    assert '| NGN-MDv1 | `"float32"` | 8 | 36 | – | 98.00; ≥ 1 |' in text
+    assert '| NGN-MDv1 | `"8bit"` | 2.125 | 21.31 | 1.12 | 97.50; ≥ 1 |' in text
     assert '| `("8bit", "bfloat16")` | 97.75 | 97.50 |' in text
     assert "6 runs" in text and "missing" not in text
     assert (tmp_path / "docs" / "images" / "precision.png").exists()

@@ -75,6 +75,33 @@ def test_set_loss_is_a_weighted_mean(algorithm: Algorithm, backend: str) -> None
     assert snapshot(mean) == snapshot(plain)
 
 
+@pytest.mark.parametrize("weight", [torch.tensor(5), torch.tensor([2.5]), np.int64(3)], ids=repr)
+def test_weights_may_be_tensors_on_the_host(backend: str, weight: Any) -> None:
+    given, plain = fresh(NGNM, backend), fresh(NGNM, backend)
+    given.set_loss(1.0, weight=weight)
+    given.set_loss(2.0, weight=1)
+    given.step()
+    plain.step(loss=(float(weight) + 2) / (float(weight) + 1))
+    assert snapshot(given) == snapshot(plain)
+
+
+BAD_WEIGHTS = {
+    "negative": (torch.tensor(-1), "weight=-1: must be in"),
+    "not a number": (torch.tensor(float("nan")), "weight=nan: must be in"),
+    "bool": (torch.tensor(True), "weight=True: must be in"),
+    "two": (torch.ones(2), r"weight has shape \(2,\): it must be one number"),
+    "on a device": (torch.ones((), device="meta"), "weight is a tensor on meta: pass a number"),
+}
+
+
+@pytest.mark.parametrize(("weight", "says"), BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
+def test_bad_weights_say_what_is_wrong(weight: Any, says: str) -> None:
+    optimizer = fresh(NGNM, "reference")
+    with pytest.raises((TypeError, ValueError), match=f"^{says}"):
+        optimizer.set_loss(1.0, weight=weight)
+    assert not optimizer.loss_is_pending()
+
+
 def test_set_loss_is_consumed(backend: str) -> None:
     optimizer = fresh(NGNM, backend)
     optimizer.set_loss(1.0)
@@ -108,6 +135,7 @@ def test_loss_may_alias_nothing_of_the_step(backend: str) -> None:
 
 TWO_SOURCES = {
     "closure and keyword": lambda opt: opt.step(lambda: 1.0, loss=1.0),
+    "closure that adds, and keyword": lambda opt: opt.step(lambda: opt.add_loss(1.0), loss=1.0),
     "set_loss and keyword": lambda opt: (opt.set_loss(1.0), opt.step(loss=1.0)),
     "add_loss and keyword": lambda opt: (opt.add_loss(1.0), opt.step(loss=1.0)),
     "set_loss and add_loss": lambda opt: (opt.set_loss(1.0), opt.add_loss(1.0)),
@@ -284,6 +312,17 @@ def test_a_closure_may_return_none_where_a_loss_is_pending(backend: str) -> None
     assert pending.step(lambda: None) is None
     plain.step(loss=2.0)
     assert snapshot(pending) == snapshot(plain)
+
+
+def test_a_pending_loss_can_be_asked_for_and_dropped(backend: str) -> None:
+    optimizer = fresh(NGNMDv1, backend)
+    assert not optimizer.loss_is_pending()
+    optimizer.set_loss(1.0)
+    assert optimizer.loss_is_pending()
+    optimizer.drop_loss()
+    assert not optimizer.loss_is_pending()
+    with pytest.raises(RuntimeError, match="needs the loss"):
+        optimizer.step()
 
 
 def test_a_closure_that_fails_leaves_nothing_pending(backend: str) -> None:

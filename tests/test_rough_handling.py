@@ -541,10 +541,10 @@ def test_a_set_of_parameters_is_refused(backend: str) -> None:
         NGN([{"params": params}], backend=backend)
 
 
-@pytest.mark.parametrize("name", ngn_kernels.checks.FOREIGN_OPTIONS)
+@pytest.mark.parametrize("name", ngn_kernels.messages.FOREIGN_OPTIONS)
 @EVERY
 def test_keywords_of_torchs_optimizers(name: str, algorithm: Algorithm) -> None:
-    advice = ngn_kernels.checks.FOREIGN_OPTIONS[name]
+    advice = ngn_kernels.messages.FOREIGN_OPTIONS[name]
     with pytest.raises(TypeError) as caught:
         algorithm.simple([Parameter(torch.ones(2))], **{name: True})
     assert str(caught.value) == f"{algorithm.name} has no option {name}: {advice}"

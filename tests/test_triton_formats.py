@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from ngn_kernels.backends.triton import triton_type
-from ngn_kernels.backends.triton.formats import column_at, load, noise, noise_words, store
+from ngn_kernels.backends.triton.columns import column_at, load, noise, noise_words, store
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.essential

@@ -20,10 +20,10 @@ from fake_gpu import Event, FakeGPU, Synchronised, counting, place
 from torch import Tensor
 
 import ngn_kernels.backends as backends
+from ngn_kernels.distributed.exchange import Message, Ranks, Status
 from ngn_kernels.layout import Reason
 from ngn_kernels.optimizer import WARNINGS
 from ngn_kernels.plan import BucketKey
-from ngn_kernels.ranks import Message, Ranks, Status
 from ngn_kernels.transfer import SPARE, Pinned
 
 pytest.importorskip("triton")

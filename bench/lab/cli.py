@@ -206,7 +206,7 @@ def _add_summary(subparsers: Any) -> None:
     what.add_argument(
         "--write",
         action="store_true",
-        help="bring docs/stability.md, docs/precision.md, README.md, pictures up to date",
+        help="bring docs/stability.md, docs/precision.md and the pictures up to date",
     )
     what.add_argument(
         "--check",
@@ -465,11 +465,12 @@ def planned(command: str) -> list[Any]:
     return _grid(args, names, _common_spec(args))
 
 
-DOCUMENTS = ("docs/stability.md", "docs/precision.md", "README.md")
+DOCUMENTS = ("docs/stability.md", "docs/precision.md")
 
 
 def run_summary(args: argparse.Namespace) -> int:
     """`ngn-bench summary`."""
+    from ..readme import picture_source
     from . import figures, precision, summary
 
     folder = args.root / "bench" / "results" / "lab"
@@ -491,6 +492,7 @@ def run_summary(args: argparse.Namespace) -> int:
         if sweep.missing:
             print(f"{sweep.title}: {sweep.missing_text()}\n  " + "\n  ".join(sweep.commands))
     stale = []
+    images = args.root / "docs" / "images"
     parts = summary.sections(kept) | precision.sections(narrow, args.root)
     for path in (args.root / name for name in DOCUMENTS):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -507,7 +509,13 @@ def run_summary(args: argparse.Namespace) -> int:
         if narrow:
             drawn["precision.png"] = precision.figure(narrow)
         for name, figure in drawn.items():
-            print(f"picture: {figures.save(figure, args.root / 'docs' / 'images' / name)}")
+            print(f"picture: {figures.save(figure, images / name)}")
+    headline, source = images / summary.HEADLINE_PICTURE, summary.headline_source(kept)
+    if source is not None and picture_source(headline) != source:
+        stale.append(headline)
+        if args.write:
+            figure = summary.headline_figure(kept)
+            print(f"picture: {figures.save(figure, headline, source)}")
     if args.check and stale:
         names = " and ".join(str(path) for path in stale)
         print(f"{names} do not match the kept records: run ngn-bench summary --write")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BenchError
+from ..plots import SOURCE_KEY
 from . import optimizers
 from .results import Results
 
@@ -78,14 +79,22 @@ def pyplot() -> Any:
     return plt
 
 
-def save(figure: Any, path: Path) -> Path:
-    """Write a PNG of 256 colours, a third of the size of a full one."""
+def save(figure: Any, path: Path, source: str = "") -> Path:
+    """Write a PNG of 256 colours, a third of the size of a full one.
+
+    `source` is the fingerprint of what it shows, which `readme.picture_source` reads.
+    """
     from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight", facecolor="white")
-    Image.open(buffer).convert("RGB").quantize(256).save(path, optimize=True)
+    metadata = PngInfo()
+    if source:
+        metadata.add_text(SOURCE_KEY, source)
+    picture = Image.open(buffer).convert("RGB").quantize(256)
+    picture.save(path, optimize=True, pnginfo=metadata)
     pyplot().close(figure)
     return path
 

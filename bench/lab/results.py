@@ -82,7 +82,7 @@ class Range:
 
     @property
     def width(self) -> str:
-        return ("≥ " if self.open_low or self.open_high else "") + f"{self.decades:.1f}"
+        return ("≥ " if self.open_low or self.open_high else "") + f"{round(self.decades, 1):g}"
 
     def __str__(self) -> str:
         low, high = f"{self.low:g}", f"{self.high:g}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BenchError
+from ..plots import record_digest
 from ..report import Column, Table, markdown_table
 from . import figures
 from .results import AT_BOUND, Results, bound_shares, grid_table, number, skipped_note
@@ -37,6 +38,7 @@ class Kept:
     pictures: tuple[str, ...]
     wanted: tuple[RunSpec, ...]
     runs: tuple[Run, ...]
+    reaches_zero: str = "–"
 
     @property
     def missing(self) -> list[RunSpec]:
@@ -96,6 +98,7 @@ def load(
                 tuple(entry["pictures"]),
                 tuple(dict.fromkeys(wanted)),
                 tuple(runs),
+                entry.get("reaches_zero", "–"),
             )
         )
     return kept
@@ -118,6 +121,13 @@ def _row(results: Results | None, name: str) -> list[str]:
     ]
 
 
+DECADES = (
+    "the width of the range of step sizes around the best one that stay within 0.5 points of "
+    "accuracy, or 5 % of perplexity, in powers of ten. 0: no neighbour of the best step size is in "
+    "the range; ≥: the grid of step sizes ends inside it."
+)
+
+
 def summary_table(kept: Sequence[Kept]) -> Table:
     """Six optimizers on every task."""
     rows = []
@@ -130,9 +140,8 @@ def summary_table(kept: Sequence[Kept]) -> Table:
     headings = ["task", "optimizer", "best", "at lr", "decades", "at 10× lr", "at 100× lr"]
     columns = [Column(text, right=index > 1) for index, text in enumerate(headings)]
     caption = (
-        "best: accuracy in per cent, or perplexity on Shakespeare, after the last step; decades: the "
-        "width of the range of step sizes around the best one that stay within 0.5 points of "
-        "accuracy, or 5 % of perplexity; ≥: the range may go on where no runs are; –: no run."
+        "best: accuracy in per cent, or perplexity on Shakespeare (lower is better), after the last "
+        f"step; decades: {DECADES} –: no run."
     )
     if any(UNSURE in row[2] for row in rows):
         caption += f" {UNSURE}: a step size next to it has no run yet, and may be better."
@@ -144,36 +153,34 @@ def decades_table(kept: Sequence[Kept]) -> Table:
     rows = []
     for sweep in kept:
         widths = [_row(sweep.results, name)[2] for name in NAMES]
-        rows.append([sweep.title + f" {UNSURE}" * bool(sweep.missing), *widths])
-    columns = [Column("task", right=False), *(Column(figures.label(name)) for name in NAMES)]
-    caption = "≥: the range may go on where no runs are; –: no run."
+        title = sweep.title + f" {UNSURE}" * bool(sweep.missing)
+        rows.append([title, sweep.reaches_zero, *widths])
+    columns = [Column("task", right=False), Column("can the loss reach 0?", right=False)]
+    columns += [Column(figures.label(name)) for name in NAMES]
+    caption = f"Each number is {DECADES} –: no run."
     if any(sweep.missing for sweep in kept):
         caption += f" {UNSURE}: not all runs are done."
     return Table("Decades of good step sizes", columns, rows, caption)
 
 
-BOUNDS = (
-    ("momo", (1, 10, 100)),
-    ("momo-adam", (1, 10, 100)),
-    ("ngn-m", (1, 10)),
-    ("ngn-mdv1", (1, 10)),
-)
+RIVAL_BOUNDS = (("momo", (1, 10, 100)), ("momo-adam", (1, 10, 100)))
+OWN_BOUNDS = (("ngn-m", (1, 10)), ("ngn-mdv1", (1, 10)))
 
 
-def bounds_table(kept: Sequence[Kept]) -> Table:
+def bounds_table(kept: Sequence[Kept], shown: Sequence[tuple[str, Sequence[int]]]) -> Table:
     """How often the step sizes are at their bounds, at the best c or α₀ and at multiples of it."""
     rows = []
     for sweep in kept:
         results = sweep.results
         if results is not None:
             cells = [
-                results.at_bound(name, factor) for name, factors in BOUNDS for factor in factors
+                results.at_bound(name, factor) for name, factors in shown for factor in factors
             ]
             rows.append([sweep.title, *cells])
     columns = [Column("task", right=False)]
     columns += [
         Column(f"{figures.label(name)}{f', {factor}×' if factor > 1 else ''}")
-        for name, factors in BOUNDS
+        for name, factors in shown
         for factor in factors
     ]
     caption = (
@@ -184,7 +191,7 @@ def bounds_table(kept: Sequence[Kept]) -> Table:
     return Table("Steps at the bound", columns, rows, caption)
 
 
-PER_ROW = 4
+PER_ROW = 3
 
 
 def summary_figure(kept: Sequence[Kept]) -> Any:
@@ -228,6 +235,87 @@ def summary_figure(kept: Sequence[Kept]) -> Any:
     return figure
 
 
+HEADLINE = {
+    "mnist-mlp": ("the loss can reach 0", ((0.66, 0.83), (0.66, 0.2))),
+    "shakespeare-transformer": ("the loss cannot reach 0", ((0.56, 0.36), (0.2, 0.6))),
+}
+"""The sweeps of README's picture, by their folder: what their titles add, and where the names of
+the two lines stand, as shares of the panel."""
+HEADLINE_PAIR = ("ngn-mdv1", "adam")
+HEADLINE_PICTURE = "step-sizes.png"
+
+
+def _headline(kept: Sequence[Kept]) -> list[tuple[Kept, Results]]:
+    return [
+        (sweep, results)
+        for sweep in kept
+        if sweep.folder.name in HEADLINE and (results := sweep.results) is not None
+    ]
+
+
+def headline_source(kept: Sequence[Kept]) -> str | None:
+    """A fingerprint of what README's picture shows; None if there is nothing to show."""
+    shown = {
+        sweep.title: {name: _means(results, name) for name in HEADLINE_PAIR}
+        for sweep, results in _headline(kept)
+    }
+    return record_digest(shown) if shown else None
+
+
+def _means(results: Results, name: str) -> list[tuple[float, float | None]]:
+    """Step sizes with the mean final scores; None where a seed diverged."""
+    cells = results.cells.get(name, {}).items()
+    return [(lr, None if cell.diverged else cell.mean) for lr, cell in cells]
+
+
+def headline_figure(kept: Sequence[Kept]) -> Any:
+    """README's picture: final score against step size of two optimizers, labelled at their lines."""
+    plt = figures.pyplot()
+    shown = _headline(kept)
+    sizes = {"font.size": 15, "axes.titlesize": 15, "lines.linewidth": 3, "lines.markersize": 8}
+    with plt.rc_context(sizes):
+        figure, axes = plt.subplots(
+            1, len(shown), figsize=(6.6 * len(shown), 4.6), squeeze=False, layout="constrained"
+        )
+        for axis, (sweep, results) in zip(axes.flat, shown, strict=True):
+            loss, labels = HEADLINE[sweep.folder.name]
+            _headline_panel(axis, results, labels)
+            axis.set_title(f"{sweep.title}:\n{loss}", loc="left")
+        figure.supxlabel(
+            "step size (lr)      ▲ beyond the picture   ✕ diverged", fontsize=15, color="#444444"
+        )
+    return figure
+
+
+def _headline_panel(axis: Any, results: Results, labels: Sequence[tuple[float, float]]) -> None:
+    """Two lines with their names; marks at the edge for what diverged or lies beyond it."""
+    accuracy = results.higher_is_better
+    low, high = (0.0, 105.0) if accuracy else (5.0, 40.0)
+    edge = 0.05 if accuracy else 0.95
+    axis.set_xscale("log")
+    if not accuracy:
+        axis.set_yscale("log")
+        axis.set_yticks([5, 10, 20, 40], ["5", "10", "20", "40"])
+    axis.minorticks_off()
+    axis.set_ylim(low, high)
+    axis.set_ylabel("test accuracy (%)" if accuracy else "perplexity (lower is better)")
+    transform = axis.get_xaxis_transform()
+    for place, name in enumerate(HEADLINE_PAIR):
+        colour, means = figures.COLOURS[name], _means(results, name)
+        inside = [(lr, mean) for lr, mean in means if mean is not None and low <= mean <= high]
+        axis.plot(*zip(*inside, strict=True), "os"[place] + "-", color=colour)
+        for mark, lrs in {
+            "x": [lr for lr, mean in means if mean is None],
+            "^": [lr for lr, mean in means if mean is not None and not low <= mean <= high],
+        }.items():
+            # Side by side, where both optimizers have a mark.
+            xs = [lr * (0.8, 1.25)[place] for lr in lrs]
+            axis.plot(xs, [edge] * len(xs), mark, color=colour, transform=transform, ms=9, mew=3)
+        x, y = labels[place]
+        text = figures.label(name)
+        axis.text(x, y, text, color=colour, weight="bold", transform=axis.transAxes)
+
+
 def sections(kept: Sequence[Kept]) -> dict[str, str]:
     """The generated parts of the docs, by the name of their markers."""
     parts = {"summary": markdown_table(summary_table(kept)) + f"\n{summary_table(kept).caption}\n"}
@@ -240,8 +328,9 @@ def sections(kept: Sequence[Kept]) -> dict[str, str]:
         parts["summary"] += f"\n**Not finished**: {'; '.join(unfinished)}.\n"
     small = decades_table(kept)
     parts["decades"] = f"{markdown_table(small)}\n{small.caption}\n"
-    bounds = bounds_table(kept)
-    parts["bounds"] = f"{markdown_table(bounds)}\n{bounds.caption}\n"
+    bounds = [bounds_table(kept, shown) for shown in (RIVAL_BOUNDS, OWN_BOUNDS)]
+    tables = "\n".join(map(markdown_table, bounds))
+    parts["bounds"] = f"{tables}\n{bounds[0].caption}\n"
     for sweep in kept:
         parts[sweep.folder.name] = _section(sweep)
     return parts

@@ -231,6 +231,7 @@ PYBIND11_MODULE(_cpu, module) {
       .def("check", [](ngn::Signature& signature, const py::object& groups, const py::dict& state) {
         return static_cast<int>(signature.check(groups, state));
       }, py::arg("groups"), py::arg("state"))
+      .def("extend", &ngn::Signature::extend, py::arg("state"), py::arg("rows"), py::arg("columns"), py::arg("places"))
       .def("release", &ngn::Signature::release);
 
   module.def("encode", [](const FloatArray& values, py::array data, py::array scales, int type, int rounding,

@@ -112,37 +112,53 @@ class Signature {
       sizes_.push_back(py::len(group));
       for (const py::handle param : group) params_.push_back(py::reinterpret_borrow<py::object>(param));
     }
+    extend(state, rows, columns, py::array_t<int64_t>(0));
+  }
+
+  // Add rows for parameters that had none. `columns` replace the old ones. `places` are the indices in them of all rows,
+  // the old rows first; empty if rows and columns are in the same order.
+  void extend(const py::dict& state, const py::list& rows, const py::list& columns, const py::array_t<int64_t>& places) {
+    states_.clear();
     for (const auto& item : state) {
       states_.push_back(py::reinterpret_borrow<py::object>(item.first));
       states_.push_back(py::reinterpret_borrow<py::object>(item.second));
     }
     for (const py::handle item : rows) add_row(py::reinterpret_borrow<py::tuple>(item));
     gradients_.resize(rows_.size());
+    columns_.clear();
+    std::vector<int64_t*> slots;
     for (const py::handle item : columns) {
       auto column = py::reinterpret_borrow<py::array_t<int64_t>>(item);
-      for (py::ssize_t i = 0; i < column.size(); ++i) slots_.push_back(column.mutable_data(i));
+      for (py::ssize_t i = 0; i < column.size(); ++i) slots.push_back(column.mutable_data(i));
       columns_.push_back(std::move(column));
     }
-    if (slots_.size() != rows_.size()) throw py::value_error("columns must have one number per row");
+    if (slots.size() != rows_.size()) throw py::value_error("columns must have one number per row");
+    slots_ = slots;
+    if (places.size() > 0) {
+      if (static_cast<size_t>(places.size()) != slots.size()) throw py::value_error("each row must have a place");
+      for (size_t i = 0; i < slots.size(); ++i) slots_[i] = slots.at(static_cast<size_t>(places.at(i)));
+    }
     std::unordered_set<PyObject*> taken;
     for (const Row& row : rows_) taken.insert(row.param.ptr());
+    idle_.clear();
     for (const py::object& param : params_) {
       if (!taken.count(param.ptr())) idle_.push_back(param.ptr());
     }
   }
 
-  // Compare all tensors with those of the plan. Unless STALE, write the gradients' addresses into the columns (0 for
-  // none, UNUSUAL_ADDRESS where a gradient must be checked), and keep references to the gradients.
+  // Compare all tensors with those of the plan. GROWN: they are the same, but parameters without a row have gradients.
+  // Unless that or STALE, write the gradients' addresses into the columns (0 for none, UNUSUAL_ADDRESS where a gradient
+  // must be checked), and keep references to the gradients.
   Guard check(const py::object& groups, const py::dict& state) {
     if (!same_groups(groups) || !same_state(state)) return STALE;
-    for (PyObject* param : idle_) {
-      if (!gradient_of(param).is_none()) return STALE;
-    }
+    bool grown = false;
+    for (size_t i = 0; i < idle_.size() && !grown; ++i) grown = !gradient_of(idle_[i]).is_none();
     // Two loops: the code of each fits the instruction cache, that of both would not.
     for (size_t i = 0; i < rows_.size(); ++i) {
       if (i + AHEAD < rows_.size()) fetch(rows_[i + AHEAD]);
       if (is_stale(rows_[i])) return STALE;
     }
+    if (grown) return GROWN;
     Guard found = SAME;
     for (size_t i = 0; i < rows_.size(); ++i) {
       gradients_[i] = gradient_of(rows_[i].param.ptr());

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..checks import warn
+from ..messages import warn
 from ..plan import Bucket, BucketKey
 from ..rules import Rule
 

@@ -25,10 +25,18 @@ from ..formats import (
     stochastic_bfloat16,
     stochastic_float16,
 )
-from ..layout import Count, GroupColumn, Input, Reason, Sum
+from ..layout import GroupColumn, Input, Reason, Sum
 from ..plan import Bucket, BucketKey, Row
 from ..rules import Rule
-from ..tables import Inputs, Report
+from ..step_size import (
+    clip_factor,
+    effective_lr,
+    loss_above_floor,
+    shrink,
+    telemetry,
+    write_telemetry,
+)
+from ..tables import Inputs
 from . import is_real_float
 
 
@@ -46,57 +54,11 @@ class Coefficients(NamedTuple):
     decay: Tensor  # lambda c, or lambda a
 
 
-class Shrink(NamedTuple):
-    rho: Tensor
-    clip: Tensor
-    reason: Tensor
-
-
-def clip_factor(norm_squared: Tensor, max_grad_norm: Tensor) -> Tensor:
-    """s = min(1, max_grad_norm / (norm + 1e-6))"""
-    factor = torch.clamp(max_grad_norm / (norm_squared.sqrt() + 1e-6), max=1.0)
-    return factor.masked_fill(~max_grad_norm.isfinite(), 1.0)
-
-
-def height(inputs: Inputs) -> Tensor:
-    """h: how far the loss is above its floor"""
-    return inputs.scalars[Input.LOSS] - inputs.scalars[Input.LOSS_FLOOR]
-
-
-def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
-    """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0"""
-    weighted, alignment, norm = sums.unbind()
-    h = height(inputs)
-    max_grad_norm = inputs.scalars[Input.MAX_GRAD_NORM]
-    clip = clip_factor(norm, max_grad_norm)
-    # Without RMS the sum was taken over unclipped gradients.
-    q = weighted if rule.rms else clip * clip * weighted
-    denominator = 2 * h + q
-    rho = torch.clamp(2 * h - alignment, min=0.0) / denominator
-    rho = rho.masked_fill(denominator == 0, 1.0)
-
-    norm = norm.masked_fill(~max_grad_norm.isfinite(), 0.0)
-    reason = torch.zeros((), dtype=torch.int64, device=sums.device)
-    for condition, code in (  # the first that holds is written last
-        (~(weighted + alignment + norm).isfinite(), Reason.GRADIENT_NOT_FINITE),
-        (h < 0, Reason.LOSS_BELOW_FLOOR),
-        (~h.isfinite(), Reason.LOSS_NOT_FINITE),
-        (inputs.scalars[Input.FOUND_INF] != 0, Reason.AMP_OVERFLOW),
-    ):
-        reason = reason.masked_fill(condition, int(code))
-    return Shrink(rho, clip, reason)
-
-
-def effective_lr(rule: Rule, lr: Tensor, weight_decay: Tensor) -> Tensor:
-    """a_j: the lr, or the lr that regularised decay leaves of it"""
-    return lr / (1 + weight_decay * lr) if rule.regularised else lr
-
-
 def coefficients(rule: Rule, inputs: Inputs, row: Row, clip: Tensor, rho: Tensor) -> Coefficients:
     lr, beta1, beta2, eps, weight_decay = inputs.groups[row.group].unbind()
     a = effective_lr(rule, lr, weight_decay)
     # Divided by the larger of the two, neither overflows; 0 where both are.
-    two_h = 2 * height(inputs)
+    two_h = 2 * loss_above_floor(inputs)
     largest = torch.maximum(lr, two_h)
     flatness, curvature = ((part / largest).masked_fill(largest == 0, 0.0) for part in (two_h, lr))
     gamma = torch.minimum(lr, two_h) if rule.coordinate else a * rho
@@ -314,50 +276,14 @@ class ReferenceBackend:
             writes.append(Write(row.step, row.step + go))
             kept = go & ~fits.all()
             reason = reason.masked_fill(kept, int(Reason.ELEMENTS_KEPT))
-        bucket.drafted = writes, tell(rule, inputs, rho, go, reason, report)
+        bucket.drafted = writes, telemetry(rule, inputs, rho, go, reason, report)
 
     def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        (writes, told), bucket.drafted = bucket.drafted, None
+        (writes, new), bucket.drafted = bucket.drafted, None
         while writes:  # each value is freed once it is written
             target, value = writes.pop()
             target.copy_(value)
-        count(told, bucket.tables.report, last)
-
-
-class Told(NamedTuple):
-    """What a bucket tells of a step."""
-
-    sizes: Tensor
-    reason: Tensor
-    skipped: Tensor  # room for a number
-
-
-def tell(
-    rule: Rule, inputs: Inputs, rho: Tensor, go: Tensor, reason: Tensor, report: Report
-) -> Told:
-    """The step sizes of a step that was applied, or the reason why it was not."""
-    lr, weight_decay = (
-        inputs.groups.select(1, column) for column in (GroupColumn.LR, GroupColumn.WEIGHT_DECAY)
-    )
-    sizes = torch.cat([rho.reshape(1), effective_lr(rule, lr, weight_decay) * rho])
-    return Told(torch.where(go, sizes, report.sizes), reason, torch.empty_like(reason))
-
-
-def count(told: Told, report: Report, last: bool) -> None:
-    """Write it, in place; the last bucket counts a step that was skipped."""
-    report.sizes.copy_(told.sizes)
-    reason, skipped, last_reason = (report.counts[i] for i in Count)
-    torch.maximum(reason, told.reason, out=reason)
-    if last:
-        skipped.add_(torch.sign(reason, out=told.skipped))
-        last_reason.mul_(told.skipped.sub_(1).neg_()).add_(reason)
-        reason.zero_()
-
-
-def report_step(rule: Rule, totals: Tensor, inputs: Inputs, report: Report) -> None:
-    """Report a step on a device that has no bucket, whose parameters lie on others or other ranks."""
-    rho, _, reason = shrink(rule, totals.sum(0), inputs)
-    count(tell(rule, inputs, rho, reason == 0, reason, report), report, last=True)
+        write_telemetry(new, bucket.tables.report, last)
 
 
 def load() -> ReferenceBackend:

@@ -46,6 +46,10 @@ class Feed:
         self._stepped: set[int] = set()
 
     def before_backward(self, optimizers: list[NGNOptimizer]) -> None:
+        """Forget the losses whose gradients were thrown away: until this backward() that is plain."""
+        for optimizer in optimizers:
+            if not optimizer.loss_is_pending():
+                self._pending.pop(optimizer, None)
         if len(optimizers) > 1:
             self._before = [_gradients(optimizer) for optimizer in optimizers]
 
@@ -57,16 +61,14 @@ class Feed:
             changed = zip(optimizers, self._before, now, strict=True)
             fed = [optimizer for optimizer, before, after in changed if before != after]
         for optimizer in fed:
-            if not optimizer._pending:
-                self._pending[optimizer] = set()
-            self._pending[optimizer].add(self._backwards)
+            self._pending.setdefault(optimizer, set()).add(self._backwards)
             optimizer.add_loss(share)
 
     def before_step(self, optimizer: NGNOptimizer) -> None:
         """Raise if another optimizer has stepped on the same loss."""
-        backwards = self._pending.pop(optimizer, set()) if optimizer._pending else set()
+        backwards = self._pending.pop(optimizer, set()) if optimizer.loss_is_pending() else set()
         if backwards & self._stepped:
-            optimizer._pending.clear()
+            optimizer.drop_loss()
             raise RuntimeError(
                 "one backward() made the gradients of two NGN optimizers, and both step on it: "
                 "each would count the whole loss as its own. Make one optimizer with two "

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..optimizer import NGNOptimizer
 from .feed import SHARDS_BEHIND_THE_OPTIMIZER, Feed, require_version, telemetry, unwrapped
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -46,7 +45,7 @@ class Hooks:
     def __init__(self) -> None:
         self._feed = Feed()
         self._share: Tensor | None = None
-        self._unscaled: list[NGNOptimizer] = []
+        self._unscaled: list[Any] = []
 
     def __reduce__(self) -> Any:
         return FeedLoss, ()
@@ -67,25 +66,27 @@ class Hooks:
                 "FeedLoss() found no NGN optimizer: return one from configure_optimizers(), or "
                 "leave the callback out"
             )
-        # Lightning clips only what the scaler has unscaled before the step.
-        if trainer.gradient_clip_val or _clips_by_itself(pl_module):
-            for optimizer in optimizers:
-                optimizer._step_supports_amp_scaling = False  # type: ignore[misc]
-            self._unscaled = optimizers
+        # Lightning clips only what nobody unscales in the step; without a scaler nobody does.
+        if _scaler(trainer) is None or trainer.gradient_clip_val or _clips_by_itself(pl_module):
+            wrappers = pl_module.optimizers()  # manual optimization clips by these
+            wrappers = wrappers if isinstance(wrappers, (list, tuple)) else [wrappers]
+            self._unscaled = [*optimizers, *(w for w in wrappers if unwrapped([w]))]
+            for optimizer in self._unscaled:
+                optimizer._step_supports_amp_scaling = False
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for optimizer in self._unscaled:
-            del optimizer._step_supports_amp_scaling
+            vars(optimizer).pop("_step_supports_amp_scaling", None)
         self._unscaled = []
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Drop the loss of a step that a scaler left out, however the module clears gradients."""
         for ngn in unwrapped([optimizer]):
-            ngn._pending.clear()
+            ngn.drop_loss()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         self._share = loss.detach()
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = _scaler(trainer)
         if scaler is not None and scaler.is_enabled():
             self._share = self._share / scaler._get_scale_async()  # get_scale() would sync
         self._feed.before_backward(unwrapped(trainer.optimizers))
@@ -102,6 +103,10 @@ class Hooks:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         logs = telemetry(unwrapped(trainer.optimizers))
         pl_module.log_dict({name: value.float() for name, value in logs.items()})
+
+
+def _scaler(trainer: Any) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _clips_by_itself(pl_module: Any) -> bool:

@@ -2,7 +2,8 @@
 
 catalogue.py lists them. Each is made in a copy under build/mutants, the extension is built anew where
 it is C++, and the tests that it names are run. The tests that failed must pass without a mutant. One
-that no test notices, and one whose text is no longer in the code exactly once, make the run fail.
+that no test notices, and one whose text is no longer in the code exactly once, make the run fail;
+`--check` looks for the latter alone.
 """
 
 from __future__ import annotations
@@ -65,17 +66,19 @@ class Workshop:
 
     def try_out(self, mutant: Mutant) -> tuple[str, str]:
         """Killed, survived or an error, and a word on it."""
-        path = self.folder / mutant.file
-        text = path.read_text() if path.is_file() else ""
-        if text.count(mutant.old) != 1:
-            return ERROR, f"{mutant.file} has its text {text.count(mutant.old)} times"
+        try:
+            path = mutant.path(self.folder)
+            text = path.read_text()
+            mutated = mutant.applied(text)
+        except LookupError as problem:
+            return ERROR, str(problem)
         if mutant.equivalent:
             return EQUIVALENT, mutant.equivalent
-        self.write(path, text.replace(mutant.old, mutant.new))
+        self.write(path, mutated)
         try:
             if mutant.native:
                 with self.mutated.open("a") as file:
-                    print(mutant.file, file=file)
+                    print(path.relative_to(self.folder), file=file)
                 problem = self.build()
                 if problem:
                     return ERROR, problem
@@ -183,7 +186,7 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
     if options.names:
         mutants = [mutant for mutant in mutants if mutant.name in options.names]
     if options.changed is not None:
-        files = changed_files(options.changed)
+        files = {Path(file).name for file in changed_files(options.changed)}
         mutants = [mutant for mutant in mutants if mutant.file in files]
     if options.sample is not None:
         day = datetime.datetime.now(tz=datetime.timezone.utc).date().toordinal()
@@ -267,6 +270,17 @@ def is_given_to_all(word: str, words: list[str]) -> bool:
     return not word.startswith("tests/") and word != "-k" and word not in chosen
 
 
+def lost(mutants: list[Mutant]) -> list[str]:
+    """Those whose text is no longer in the code."""
+    found = []
+    for mutant in mutants:
+        try:
+            mutant.applied(mutant.path(ROOT).read_text())
+        except LookupError as problem:
+            found.append(f"{mutant.name}: {problem}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="only these mutants")
@@ -274,12 +288,15 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="so many of them, others every day")
     parser.add_argument("--jobs", type=int, default=2, help="so many at a time")
     parser.add_argument("--list", action="store_true", help="name them and what they break")
+    parser.add_argument("--check", action="store_true", help="only whether they still apply")
     options = parser.parse_args()
     mutants = chosen(options)
     if options.list:
         for mutant in mutants:
             print(f"{mutant.name:36} {mutant.file:40} {mutant.breaks}")
         return
+    if options.check:
+        sys.exit("\n".join(lost(mutants)) or None)
     BUILD.mkdir(parents=True, exist_ok=True)
     hunt = Hunt(mutants, options.jobs)
     hunt.run()

@@ -1,12 +1,18 @@
 """The mutants: one small mutation each, the tests that must notice it, and the promise that it breaks.
 
-`old` must be in the file exactly once. `tests` are arguments of pytest, after environment variables;
-the narrower they are, the sooner a mutant dies. docs/testing.md says which promises they belong to.
+`file` is a name that only one source file has, wherever it lies. `old` must be in it exactly once, in
+any indentation and with any line breaks. `tests` are arguments of pytest, after environment
+variables; the narrower they are, the sooner a mutant dies. docs/testing.md says which promises they
+belong to.
 """
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import NamedTuple
+
+SOURCES = ("ngn_kernels", "csrc")
 
 
 class Mutant(NamedTuple):
@@ -21,7 +27,21 @@ class Mutant(NamedTuple):
     @property
     def native(self) -> bool:
         """Whether the extension must be built for it."""
-        return self.file.startswith("csrc/") or self.file == "ngn_kernels/layout.py"
+        return not self.file.endswith(".py")
+
+    def path(self, root: Path) -> Path:
+        found = [path for source in SOURCES for path in (root / source).rglob(self.file)]
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} source files are named {self.file}")
+        return found[0]
+
+    def applied(self, text: str) -> str:
+        """The mutated source."""
+        pattern = r"\s+".join(re.escape(word) for word in self.old.split())
+        mutated, count = re.subn(pattern, lambda match: self.new.strip(), text)
+        if count != 1:
+            raise LookupError(f"{self.file} has its text {count} times")
+        return mutated
 
 
 def of(file: str, *rows: tuple[str, ...]) -> tuple[Mutant, ...]:
@@ -39,7 +59,7 @@ SAME_INSTRUCTIONS = (
 )
 
 RULES = of(
-    "ngn_kernels/rules.py",
+    "rules.py",
     (
         "rules-norm-of-coordinate-rules",
         "if clipping and (self.coordinate or self.rms) else own",
@@ -64,7 +84,7 @@ RULES = of(
 )
 
 PLAN = of(
-    "ngn_kernels/plan.py",
+    "plan.py",
     (
         "plan-sums-of-a-device-not-shared",
         "if bucket.sums is not target:",
@@ -95,10 +115,45 @@ PLAN = of(
     ),
     (
         "plan-parameter-not-written-back",
-        "            row.local.copy_(row.copy)\n",
-        "            pass\n",
+        "                row.local.copy_(row.dense)\n",
+        "                pass\n",
         "tests/test_layouts.py -k 'test_parameter_and_gradient_layouts and float32'",
         "a parameter with gaps in memory is updated",
+    ),
+    (
+        "plan-idle-parameter-written-back",
+        "            if address[0] != 0:  # one without a gradient is left alone\n",
+        "            if True:\n",
+        "tests/test_layouts.py -k 'left_alone and NGNM'",
+        "a parameter with gaps in memory and no gradient is left alone",
+    ),
+    (
+        "plan-real-sample-of-complex-gradients",
+        "is_complex: self.key.grad.to_complex() if is_complex else self.key.grad\n",
+        "is_complex: self.key.grad\n",
+        "tests/test_bad_input.py -k 'is_complex_where and cpu'",
+        "a complex parameter's gradient that turns real is refused",
+    ),
+    (
+        "plan-rows-in-the-order-of-their-coming",
+        "        order = np.argsort([row.number for row in every])\n",
+        "        order = np.arange(len(every))\n",
+        "tests/test_plans.py -k bits",
+        "a plan that has grown sums in the order of one that is built anew",
+    ),
+    (
+        "plan-growth-overlaps",
+        "and not apart(known.buckets, written):",
+        "and False:",
+        "tests/test_plans.py -k overlap",
+        "a parameter that joins shares no memory with those that are there",
+    ),
+    (
+        "plan-always-built-anew",
+        "            self.has_grown = seen == GROWN\n",
+        "",
+        "tests/test_plans.py -k bits",
+        "a parameter that joins costs no new plan of all the others",
     ),
     (
         "plan-autograd-not-told",
@@ -144,8 +199,8 @@ PLAN = of(
     ),
     (
         "plan-home-without-buckets",
-        "return bool(self._at_home)",
-        "return True",
+        "if not self._at_home:",
+        "if False:",
         f"{BUCKETS} -k 'devices and NGNM'",
         "a step is counted and told also where the home device has no bucket",
     ),
@@ -187,7 +242,7 @@ PLAN = of(
 )
 
 SIGNATURE = of(
-    "ngn_kernels/signature.py",
+    "signature.py",
     (
         "signature-python-ignores-state",
         "tensors = [row.param, *(row.state.get(key) for key in row.keys)]",
@@ -241,7 +296,7 @@ SIGNATURE = of(
 )
 
 NATIVE_SIGNATURE = of(
-    "csrc/cpu/signature.h",
+    "signature.h",
     (
         "signature-native-gradient-device",
         "!(t.device == place.device) || ",
@@ -265,8 +320,8 @@ NATIVE_SIGNATURE = of(
     ),
     (
         "signature-native-idle-parameters",
-        "      if (!gradient_of(param).is_none()) return STALE;\n",
-        "",
+        "grown = !gradient_of(idle_[i]).is_none();",
+        "grown = false;",
         "tests/test_contract.py -k frozen",
         "a parameter whose first gradient comes late joins in",
     ),
@@ -285,6 +340,27 @@ NATIVE_SIGNATURE = of(
         "a lazily negated gradient is taken for what it is",
     ),
     (
+        "signature-native-conjugated-gradients",
+        "    if (row.gradient_type.code == dlpack::COMPLEX) return UNUSUAL_ADDRESS;",
+        "",
+        "tests/test_layouts.py -k conjugate",
+        "a lazily conjugated gradient is taken for what it is",
+    ),
+    (
+        "signature-native-groups-in-tuples",
+        "    PyObject* fast = PySequence_Fast(iterable,",
+        "    PyObject* fast = PyTuple_Check(iterable) ? PyList_New(0) : PySequence_Fast(iterable,",
+        "tests/test_checkpoints.py -k 'in_tuples and native and NGNM'",
+        "groups may be tuples",
+    ),
+    (
+        "signature-native-places-of-new-rows",
+        "slots_[i] = slots.at(static_cast<size_t>(places.at(i)));",
+        "slots_[i] = slots.at(i);",
+        "tests/test_plans.py",
+        "gradients belong to their parameters after others have joined",
+    ),
+    (
         "signature-native-keeps-gradients",
         "for (py::object& gradient : gradients_) gradient = py::object();",
         "",
@@ -294,7 +370,7 @@ NATIVE_SIGNATURE = of(
 )
 
 OPTIMIZER = of(
-    "ngn_kernels/optimizer.py",
+    "optimizer.py",
     (
         "optimizer-pickle-loses-the-skipped-count",
         '"_skipped_before": int(self.skipped_steps),',
@@ -303,25 +379,46 @@ OPTIMIZER = of(
         "copies and pickles know how many steps were skipped",
     ),
     (
+        "optimizer-loading-loses-the-skipped-count",
+        'self._skipped_before += loaded.options["skipped_steps"] - int(self.skipped_steps)',
+        "pass",
+        "tests/test_checkpoints.py -k skipped_steps_is_restored",
+        "a loaded run knows how many steps were skipped",
+    ),
+    (
+        "optimizer-loading-adds-to-the-skipped-count",
+        'options["skipped_steps"] - int(self.skipped_steps)',
+        'options["skipped_steps"]',
+        "tests/test_checkpoints.py -k skipped_steps_is_restored",
+        "a loaded run has the count of the saved one",
+    ),
+    (
+        "optimizer-other-options-in-silence",
+        "if saved != mine:",
+        "if False:",
+        "tests/test_checkpoints.py -k options_that_differ",
+        "options other than the saved ones are warned about",
+    ),
+    (
+        "optimizer-own-keys-take-part",
+        'or (known is None and "step" in self.state.get(param, ()))',
+        "or (known is None and self.state.get(param))",
+        "tests/test_checkpoints.py -k users_own_are_kept",
+        "a parameter that never had a gradient takes no part, whatever its state holds",
+    ),
+    (
+        "optimizer-lr-below-zero",
+        "usable_lr(values[0], group, self.defaults)",
+        "values[0]",
+        "tests/test_schedulers.py -k rounded_to_below_zero",
+        "no step size is negative",
+    ),
+    (
         "optimizer-pickle-loses-a-pending-loss",
         '"_pending": self._pending,',
         '"_pending": PendingLoss(),',
         "tests/test_loss.py -k a_copy_has_a_pending_loss",
         "copies and pickles carry a pending loss",
-    ),
-    (
-        "optimizer-found-inf-ignored",
-        "            0.0 if found_inf is None else found_inf,\n",
-        "            0.0,\n",
-        "tests/test_amp.py -k 'found_inf and NGNM'",
-        "a step that a GradScaler forbids is skipped",
-    ),
-    (
-        "optimizer-grad-scale-ignored",
-        "            1.0 if grad_scale is None else grad_scale,\n",
-        "            1.0,\n",
-        "tests/test_amp.py -k 'scaler_step and NGNM'",
-        "scaled gradients are unscaled",
     ),
     (
         "optimizer-floor-not-raised-of",
@@ -332,8 +429,8 @@ OPTIMIZER = of(
     ),
     (
         "optimizer-momentum-forgets",
-        "        if not self._momentum:\n",
-        "        if True:\n",
+        "self._set_rule(self.rule.momentum) self._checked",
+        "self._set_rule(False); self._checked",
         "tests/test_checkpoints.py -k momentum_is_off",
         "momentum stays on once a group has had some",
     ),
@@ -346,8 +443,8 @@ OPTIMIZER = of(
     ),
     (
         "optimizer-a-new-key-is-not-checked",
-        "[len(group) for group in self.param_groups]  # a key may have come, too",
-        "[]",
+        'group["weight_decay"], len(group)))',
+        'group["weight_decay"]))',
         f"{ROUGH} -k values_of_other_algorithms",
         "values that an algorithm lacks are refused",
     ),
@@ -360,31 +457,24 @@ OPTIMIZER = of(
     ),
     (
         "optimizer-dropped-plan",
-        "        super().__setstate__(state)\n        if",
-        "        super().__setstate__(state)\n        if False and",
+        '        if "_backend" in state:',
+        '        if False and "_backend" in state:',
         "tests/test_checkpoints.py -k deepcopy_and_pickle",
         "a copy has tables of its own",
     ),
     (
         "optimizer-rule-without-momentum-after-loading",
-        'self._momentum = any("momentum_buffer" in held for held in self.state.values())',
-        "self._momentum = False",
+        'self._set_rule(any("momentum_buffer" in values for values in self.state.values()))',
+        "self._set_rule(False)",
         "tests/test_checkpoints.py -k momentum_is_off",
         "a loaded run keeps its momentum while no group has any",
     ),
     (
         "optimizer-clipping-set-later",
-        "            and plan.reductions is rule.reductions(self._max_grad_norm is not None)\n",
+        "and plan.clipping == (self._max_grad_norm is not None)",
         "",
         f"{ROUGH} -k set_between_steps",
         "options that are set later are used",
-    ),
-    (
-        "ranks-empty-rank-stays-away",
-        "if exchange and not exchange.combine(",
-        "if exchange and plan.buckets and not exchange.combine(",
-        "tests/ranks/test_troubles.py -k a_rank_with_nothing",
-        "a rank with nothing to do takes part in the collective",
     ),
     (
         "optimizer-any-step-at-lr-0-creates-state",
@@ -400,17 +490,11 @@ OPTIMIZER = of(
         "tests/ranks/test_troubles.py -k 'raise_together and 2 and later'",
         "what ranks compare is that of this step's parameters",
     ),
-    (
-        "optimizer-backends-not-compared",
-        'shared["the backend"] =',
-        'shared["the backends"] = None;',
-        "tests/ranks/test_troubles.py -k 'raise_together and 2 and backend'",
-        "ranks compare their backends",
-    ),
 )
 
+BACKWARDS = "tests/test_backwards.py"
 LOSS = of(
-    "ngn_kernels/loss.py",
+    "loss.py",
     (
         "loss-weights-not-added",
         "        self._weight += weight\n",
@@ -443,27 +527,206 @@ LOSS = of(
         "loss-outlives-its-gradients",
         "if self and (self._has_gradients or self._unused(groups)):",
         "if self and self._unused(groups):",
-        "tests/test_loss.py -k 'orders_of_a_loop or cleared'",
+        f"{BACKWARDS} -k made_by_hand",
         "zero_grad() drops the loss of the gradients that it clears",
     ),
     (
         "loss-gradient-version",
-        "return grad is not None and grad is self.grad() and grad._version == self.version",
-        "return grad is not None and grad is self.grad()",
-        "tests/test_loss.py -k 'orders_of_a_loop or cleared'",
+        "return self.has(grad) and self._marks[id(grad)][1] == version(grad)",
+        "return self.has(grad)",
+        f"{BACKWARDS} -k by_hand_are_new",
         "a gradient that was added to is a new one",
     ),
     (
         "loss-closure-before-what-is-pending",
-        "        if value is None and loss is not None:\n",
-        "        if loss is not None:\n",
+        "        if value is None and given is not None:\n",
+        "        if given is not None:\n",
         "tests/test_loss.py -k pending_loss_goes_before",
         "a pending loss goes before what a closure returns",
+    ),
+    (
+        "loss-of-a-step-without-gradients",
+        "        self.drop_stale(groups, in_place=False)\n        if self._total is None:\n",
+        "        if self._total is None:\n",
+        f"{BACKWARDS} -k all_gradients_are_gone",
+        "a loss whose gradients were thrown away is not taken by a step",
+    ),
+    (
+        "loss-given-to-one-that-is-stale",
+        "        self.drop_stale(groups)\n        if self._by",
+        "        if self._by",
+        f"{BACKWARDS} -k 'module_clears or reach_other_layers'",
+        "a loss is not added to one whose gradients were thrown away",
+    ),
+    (
+        "loss-of-other-layers-stays",
+        "        return witness.grad is not None or any(",
+        "        return True or any(",
+        f"{BACKWARDS} -k reach_other_layers",
+        "a loss goes with its gradients where the next batch makes others",
+    ),
+    (
+        "loss-of-one-backward-by-a-closure",
+        "        if by_closure and 0 < earlier < count:\n",
+        "        if False:\n",
+        f"{BACKWARDS} -k a_closure_returns_the_loss_of_one",
+        "what a closure returns is not taken for the loss of backward() calls before it",
+    ),
+    (
+        "loss-of-one-backward-unnoticed",
+        "        if count < 2:\n",
+        "        if True:\n",
+        f"{BACKWARDS} -k 'warned_of_once or a_closure_returns'",
+        "a loss of one of several backward() calls is warned of",
+    ),
+    (
+        "loss-sums-are-warned-of",
+        "loss.requires_grad and not self._warned",
+        "not self._warned",
+        f"{BACKWARDS} -k loops_that_are_right",
+        "a detached sum is taken as it is",
+    ),
+    (
+        "loss-warned-of-every-time",
+        "            self._warned = True\n",
+        "",
+        f"{BACKWARDS} -k warned_of_once",
+        "a loop is warned once",
+    ),
+    (
+        "loss-beside-a-closure-refused",
+        "            if returned is not None or self._total is not None:\n",
+        "            if closure is not None or self._total is not None:\n",
+        f"{BACKWARDS} -k beside_a_closure",
+        "a loss counts beside a closure that returns None",
+    ),
+    (
+        "loss-of-a-closure-beside-another",
+        "            if returned is not None or self._total is not None:\n",
+        "            if self._total is not None:\n",
+        "tests/test_loss.py -k exactly_one_loss",
+        "a step has one loss",
+    ),
+    (
+        "loss-used-gradients-of-no-hooks",
+        "self.backwards.witness(groups) if self.backwards.count else None",
+        "self.backwards.witness(groups)",
+        f"{BACKWARDS} -k beside_used_ones",
+        "gradients that no hook has seen are told apart by their marks",
+    ),
+)
+
+BACKWARD_COUNTER = of(
+    "backwards.py",
+    (
+        "backwards-fresh-start-unseen",
+        "        if grad is None:\n            self.discard()\n        elif version",
+        "        if grad is None:\n            pass\n        elif version",
+        f"{BACKWARDS} -k 'module_clears or discarded_batches'",
+        "gradients that were set to None are seen as thrown away",
+    ),
+    (
+        "backwards-zeroed-in-place-unseen",
+        "            if zero:\n",
+        "            if False:\n",
+        f"{BACKWARDS} -k 'module_clears or discarded_batches'",
+        "gradients that were zeroed in place are seen as thrown away",
+    ),
+    (
+        "backwards-changed-is-zeroed",
+        "    return not grad.any()\n",
+        "    return True\n",
+        f"{BACKWARDS} -k clipped_in_place",
+        "a gradient that was clipped keeps its loss",
+    ),
+    (
+        "backwards-unknown-is-counted",
+        "            elif zero is None:\n",
+        "            elif False:\n",
+        f"{BACKWARDS} -k never_read",
+        "where nobody knows whether gradients were cleared, no step is refused",
+    ),
+    (
+        "backwards-dropped-layer-is-a-discard",
+        "            gone: bool | None = not has_gradients(groups)\n",
+        "            gone: bool | None = True\n",
+        f"{BACKWARDS} -k gradients_of_one_layer",
+        "the loss stays where the gradients of one layer are dropped",
+    ),
+    (
+        "backwards-each-segment-is-counted",
+        "        node = _outer_node()\n",
+        "        node = None\n",
+        f"{BACKWARDS} -k 'loops_that_are_right or checkpoints_inside'",
+        "checkpoints inside a backward() are a part of it",
+    ),
+    (
+        "backwards-each-accumulation-is-counted",
+        "        if task < 0 or task != self._task:\n",
+        "        if True:\n",
+        f"{BACKWARDS} -k 'loops_that_are_right or checkpoints_inside'",
+        "a parameter whose gradient is added to twice in a pass has had one pass",
+    ),
+    (
+        "backwards-fsdp-starts-unseen",
+        "            if self.present and mark is not self._grad:\n",
+        "            if False:\n",
+        f"{BACKWARDS} -k fsdp",
+        "new gradients of FSDP2 are seen as new",
+    ),
+    (
+        "backwards-fsdp-without-hooks",
+        "        elif self._grad is not None and self._grad is not weakref.ref(grad):\n",
+        "        elif False:\n",
+        f"{BACKWARDS} -k fsdp",
+        "new gradients of an FSDP2 that calls no hooks are seen as new",
+    ),
+    (
+        "backwards-witness-goes-back",
+        "current is not None and item[0] > self._place",
+        "False",
+        f"{BACKWARDS} -k chosen_once",
+        "hooks come to rest on a parameter that every batch reaches",
+    ),
+    (
+        "backwards-witness-stays",
+        "        if current is not None and wanted(current):\n",
+        "        if current is not None:\n",
+        f"{BACKWARDS} -k 'chosen_once or frozen or reach_other_layers'",
+        "another parameter is watched where this one gets no gradients",
+    ),
+    (
+        "backwards-lost-hooks-unnoticed",
+        "        lost = before if self._works else None",
+        "        lost = None",
+        f"{BACKWARDS} -k swapped",
+        "a parameter that was swapped is watched again",
+    ),
+    (
+        "backwards-hooks-stay",
+        "    def __del__(self) -> None:\n        self._unhook()\n",
+        "    def __del__(self) -> None:\n        pass\n",
+        f"{BACKWARDS} -k two_hooks",
+        "the hooks go with the optimizer",
+    ),
+    (
+        "backwards-hooks-are-pickled",
+        "        before.__torch_unserializable__ = True",
+        "        before.other = True",
+        f"{BACKWARDS} -k without_a_warning",
+        "tensors with hooks are pickled without a warning",
+    ),
+    (
+        "backwards-hooks-are-compiled",
+        "@torch._disable_dynamo\ndef _after_accumulation",
+        "def _after_accumulation",
+        f"{BACKWARDS} -k compiled_code",
+        "torch.compile does not compile the hooks, nor anything again because of them",
     ),
 )
 
 RANKS = of(
-    "ngn_kernels/ranks.py",
+    "exchange.py",
     (
         "ranks-mean-over-all",
         "loss = loss / everyone[Message.WEIGHT]",
@@ -534,19 +797,33 @@ RANKS = of(
         "tests/ranks/test_troubles.py -k 'only_some_ranks'",
         "ranks wait for the numbers of those with collectives of their own",
     ),
-) + of(
-    "ngn_kernels/optimizer.py",
+    (
+        "ranks-empty-rank-stays-away",
+        "if not exchange.combine(plan",
+        "if plan.buckets and not exchange.combine(plan",
+        "tests/ranks/test_troubles.py -k a_rank_with_nothing",
+        "a rank with nothing to do takes part in the collective",
+    ),
+    (
+        "optimizer-backends-not-compared",
+        'items["the backend"] = ", ".join(',
+        'items["the backend"] = ", ".join("")[:0] and (',
+        "tests/ranks/test_troubles.py -k 'raise_together and 2 and backend'",
+        "ranks compare their backends",
+    ),
     (
         "ranks-values-not-compared",
-        "        if self.replicas is None:\n            groups = [",
-        "        if False:\n            groups = [",
+        "if self.replicas is None: items",
+        "if False: items",
         "tests/ranks/test_troubles.py -k 'raise_together and 2'",
         "replicas with other values raise",
     ),
+) + of(
+    "optimizer.py",
 )
 
 SHARDS = of(
-    "ngn_kernels/shards.py",
+    "dtensors.py",
     (
         "shards-copies-of-a-mesh",
         "            count *= spec.device_mesh.size(dimension)\n",
@@ -564,7 +841,7 @@ SHARDS = of(
 )
 
 STATE = of(
-    "ngn_kernels/state.py",
+    "state.py",
     (
         "state-small-parameters",
         "param.numel() < SMALL",
@@ -594,13 +871,6 @@ STATE = of(
         "state is never narrower than its parameter",
     ),
     (
-        "state-loaded-step-shared",
-        'step_count(values["step"], param.device).clone()',
-        'step_count(values["step"], param.device)',
-        "tests/test_checkpoints.py -k the_copy_is_independent",
-        "loaded state shares no memory with the file's",
-    ),
-    (
         "state-lazy-conjugation",
         " and in_order and not part.is_conj()",
         " and in_order",
@@ -614,17 +884,148 @@ STATE = of(
         "tests/test_narrow.py -k negative_zero",
         "a stored -0 becomes 0, and no huge number",
     ),
+)
+
+CHECKPOINT = of(
+    "checkpoint.py",
+    (
+        "state-loaded-step-shared",
+        'step_count(values["step"], param.device).clone()',
+        'step_count(values["step"], param.device)',
+        "tests/test_checkpoints.py -k the_copy_is_independent",
+        "loaded state shares no memory with the file's",
+    ),
     (
         "state-bad-numbers-are-loaded",
-        "    if not sound:\n",
+        "    if not (local(values).abs() <= form.limit).all():\n",
         "    if False:\n",
         "tests/test_narrow.py -k spoil_their_neighbours",
         "numbers that would spoil their neighbours are not loaded",
     ),
+    (
+        "state-negative-second-moment",
+        '        if key == "exp_avg_sq" and (numbers < 0).any():\n',
+        "        if False:\n",
+        "tests/test_checkpoints.py -k 'no_step_stores and negative'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-non-finite-momentum",
+        "        if not numbers.isfinite().all():\n",
+        '        if key == "exp_avg_sq" and not numbers.isfinite().all():\n',
+        "tests/test_checkpoints.py -k 'no_step_stores and nan'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-imaginary-parts-unchecked",
+        "            numbers = torch.view_as_real(numbers.resolve_conj())\n",
+        "            numbers = numbers.real\n",
+        "tests/test_checkpoints.py -k 'no_step_stores and complex'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-negative-step",
+        "math.isfinite(count) and count >= 0 and",
+        "math.isfinite(count) and",
+        "tests/test_checkpoints.py -k 'no_step_stores and step'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-half-a-step",
+        " and count.is_integer()):",
+        "):",
+        "tests/test_checkpoints.py -k 'no_step_stores and step'",
+        "numbers that no step stores are not loaded",
+    ),
+    (
+        "state-own-keys-shared",
+        "own = {k: copied(v) for",
+        "own = {k: v for",
+        "tests/test_checkpoints.py -k users_own_are_kept",
+        "what the user keeps in the state is copied",
+    ),
+    (
+        "state-other-columns-taken-for-own",
+        '    reserved = {"step", *STATE_KEYS, *optional}\n',
+        '    reserved = {"step", *STATE_KEYS} & known | optional\n',
+        "tests/test_checkpoints.py -k none_of_the_users_own",
+        "state of another optimizer is refused",
+    ),
+)
+
+STEP_SIZE = of(
+    "step_size.py",
+    (
+        "reference-0-by-0",
+        "rho = rho.masked_fill(denominator == 0, 1.0)",
+        "rho = rho.masked_fill(denominator == 0, 0.0)",
+        "tests/test_identities.py -k shrink_at_the_minimum",
+        "rho is 1 where it would be 0/0",
+    ),
+    (
+        "reference-clip-of-the-sum",
+        "q = weighted if rule.rms else clip * clip * weighted",
+        "q = weighted",
+        "tests/test_properties.py -k 'any_problem and reference and NGNM'",
+        "sums of clipped gradients",
+    ),
+    (
+        "reference-negative-bracket",
+        "torch.clamp(2 * h - alignment, min=0.0)",
+        "(2 * h - alignment)",
+        "tests/test_identities.py tests/test_conformance.py -k 'reference and NGNMDv1W and not gradients'",
+        "rho is never negative",
+    ),
+    (
+        "reference-last-reason-of-the-first-bucket",
+        "torch.maximum(reason, new.reason, out=reason)",
+        "reason.copy_(new.reason)",
+        f"{BUCKETS} -k 'skips and reference'",
+        "a reason of any bucket is told",
+    ),
+    (
+        "reference-skips-not-counted",
+        "skipped.add_(torch.sign(reason, out=new.skipped))",
+        "torch.sign(reason, out=new.skipped)",
+        "tests/test_atomic.py -k 'test_non_finite_loss and reference and NGNM'",
+        "a skipped step is counted",
+    ),
+)
+
+OPTIONS = of(
+    "options.py",
+    (
+        "checks-any-lr-below-zero",
+        "return 0.0 if lr >= -LR_ROUNDING * start else lr",
+        "return 0.0",
+        "tests/test_schedulers.py -k below_zero",
+        "an lr that is negative by mistake is refused",
+    ),
+    (
+        "checks-lr-rounding-of-the-default",
+        'start = group.get("initial_lr", defaults["lr"])',
+        'start = defaults["lr"]',
+        "tests/test_schedulers.py -k below_zero",
+        "an lr is rounded relative to what its schedule began with",
+    ),
+    (
+        "checks-misspelt-names",
+        "        if advice is None and near and near[0] not in name:",
+        "        if False:",
+        "tests/test_bad_input.py -k nobody_reads",
+        "a misspelt option in a group is refused",
+    ),
+    (
+        "checks-names-made-of-ours",
+        " and near[0] not in name:",
+        ":",
+        "tests/test_bad_input.py -k users_own",
+        "users may keep names of their own in groups",
+    ),
 )
 
 FORMATS = of(
-    "ngn_kernels/formats.py",
+    "formats.py",
     (
         "formats-limit-of-bfloat16-m",
         "largest_below(BFLOAT16_LIMIT),",
@@ -677,7 +1078,7 @@ FORMATS = of(
 )
 
 TABLES = of(
-    "ngn_kernels/tables.py",
+    "tables.py",
     (
         "tables-device-lr-copied-once",
         "self._values = None if device_lrs else values",
@@ -706,10 +1107,24 @@ TABLES = of(
         "tests/test_triton_launches.py -k 'replayed_graphs'",
         "a captured step asks for no news",
     ),
+    (
+        "optimizer-found-inf-ignored",
+        "0.0 if found_inf is None else found_inf, Input",
+        "0.0, Input",
+        "tests/test_amp.py -k 'found_inf and NGNM'",
+        "a step that a GradScaler forbids is skipped",
+    ),
+    (
+        "optimizer-grad-scale-ignored",
+        "1.0 if grad_scale is None else grad_scale, Input",
+        "1.0, Input",
+        "tests/test_amp.py -k 'scaler_step and NGNM'",
+        "scaled gradients are unscaled",
+    ),
 )
 
 TRANSFER = of(
-    "ngn_kernels/transfer.py",
+    "transfer.py",
     (
         "transfer-graphs-leave-other-numbers",
         "elif content != self._sent or self.in_graphs:",
@@ -734,39 +1149,18 @@ TRANSFER = of(
 )
 
 REFERENCE = of(
-    "ngn_kernels/backends/reference.py",
-    (
-        "reference-0-by-0",
-        "rho = rho.masked_fill(denominator == 0, 1.0)",
-        "rho = rho.masked_fill(denominator == 0, 0.0)",
-        "tests/test_identities.py -k shrink_at_the_minimum",
-        "rho is 1 where it would be 0/0",
-    ),
-    (
-        "reference-clip-of-the-sum",
-        "q = weighted if rule.rms else clip * clip * weighted",
-        "q = weighted",
-        "tests/test_properties.py -k 'any_problem and reference and NGNM'",
-        "sums of clipped gradients",
-    ),
-    (
-        "reference-negative-bracket",
-        "torch.clamp(2 * h - alignment, min=0.0)",
-        "(2 * h - alignment)",
-        "tests/test_identities.py tests/test_conformance.py -k 'reference and NGNMDv1W and not gradients'",
-        "rho is never negative",
-    ),
+    "reference.py",
     (
         "reference-elements-not-kept",
-        "self.data.copy_(torch.where(go & fits, new, self.data))",
-        "self.data.copy_(torch.where(go, new, self.data))",
+        "yield Write(self.data, torch.where(go & fits, new, self.data))",
+        "yield Write(self.data, torch.where(go, new, self.data))",
         "tests/test_atomic.py -k 'second_moment_overflow and reference'",
         "no non-finite number reaches the state",
     ),
     (
         "reference-skipped-steps-count",
-        "            row.step += go\n",
-        "            row.step += 1\n",
+        "            writes.append(Write(row.step, row.step + go))\n",
+        "            writes.append(Write(row.step, row.step + 1))\n",
         "tests/test_atomic.py -k 'test_non_finite_loss and reference and NGNM'",
         "a skipped step leaves the step count alone",
     ),
@@ -794,16 +1188,17 @@ REFERENCE = of(
         "W as it is printed",
     ),
     (
-        "reference-last-reason-of-the-first-bucket",
-        "torch.maximum(counts[Count.REASON], reason, out=counts[Count.REASON])",
-        "counts[Count.REASON].copy_(reason)",
-        f"{BUCKETS} -k 'skips and reference'",
-        "a reason of any bucket is told",
+        "reference-writes-row-by-row",
+        "                writes += column.stored(value, fits, go)\n",
+        "                for write in column.stored(value, fits, go):\n"
+        "                    write.target.copy_(write.value)\n",
+        "tests/test_atomic.py -k 'runs_out and reference'",
+        "a step that runs out of memory changes no row",
     ),
 )
 
 RULE_H = of(
-    "csrc/math/rule.h",
+    "rule.h",
     (
         "rule-float32-momentum-under-float64",
         "if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) least |= headroom(element.m, k.m_limit);",
@@ -892,7 +1287,7 @@ RULE_H = of(
 )
 
 CONVERT_H = of(
-    "csrc/math/convert.h",
+    "convert.h",
     (
         "convert-limit-of-bfloat16",
         "case DType::bfloat16: return static_cast<T>(BFLOAT16_LIMIT);",
@@ -909,16 +1304,38 @@ CONVERT_H = of(
     ),
     (
         "convert-limit-of-rounding-at-random",
-        "case DType::bfloat16: return static_cast<T>(STOCHASTIC_BFLOAT16_LIMIT);",
-        "",
+        "    case DType::bfloat16: return static_cast<T>(STOCHASTIC_BFLOAT16_LIMIT);",
+        "    case DType::bfloat16: return overflow_limit<T>(type);",
         "tests/test_rounding.py tests/test_narrow.py -k 'no_parameter_overflows or cannot_hold'",
         "rounding at random never reaches infinity",
     ),
 )
 
+CHECKS = of(
+    "checks.py",
+    (
+        "checks-complex-and-real",
+        "    if grad.is_complex() != param.is_complex():\n",
+        "    if param.is_complex() and not grad.is_complex():\n",
+        "tests/test_bad_input.py -k 'is_complex_where and cpu'",
+        "a real parameter with a complex gradient is refused",
+    ),
+)
+
+BINDINGS = of(
+    "bindings.cpp",
+    (
+        "bindings-unknown-types",
+        'check(type >= 0 && type < ngn::DTYPE_COUNT, "no such element type");',
+        "",
+        "tests/test_cpu_engine.py -k bindings_check",
+        "no kernel runs on an element type that nobody named",
+    ),
+)
+
 CPU = (
     of(
-        "csrc/cpu/engine.cpp",
+        "engine.cpp",
         (
             "cpu-step-of-absent-parameters",
             "      if (row.g) *row.step += 1;\n",
@@ -970,7 +1387,7 @@ CPU = (
         ),
     )
     + of(
-        "csrc/cpu/chunks.h",
+        "chunks.h",
         (
             "cpu-coefficients-of-another-count",
             "if (row.group != group_ || count != count_) {",
@@ -980,7 +1397,7 @@ CPU = (
         ),
     )
     + of(
-        "csrc/cpu/float_loop.h",
+        "float_loop.h",
         (
             "cpu-tail-with-the-old-second-moment",
             "    if constexpr (RMS) v[i] = element.v;\n",
@@ -990,7 +1407,14 @@ CPU = (
         ),
     )
     + of(
-        "csrc/cpu/quant_loop.h",
+        "quant_loop.h",
+        (
+            "cpu-float64-state-as-halves",
+            "      case DType::float64: return store_float64(value, at<char>(i));\n",
+            "      case DType::float64: return encode_float16(value, is_stochastic(), noise, at<char>(i));\n",
+            "tests/test_narrow.py -k 'float64_state_beside and cpu and 8bit'",
+            "float64 state beside narrow columns stays float64",
+        ),
         (
             "cpu-noise-of-a-tail",
             "Noise(row.noise_key, count, row.offset + whole)",
@@ -1044,7 +1468,14 @@ CPU = (
 )
 
 FORMATS_H = of(
-    "csrc/cpu/quant_block.h",
+    "quant_block.h",
+    (
+        "formats-h-bits-of-kept-float64",
+        "static_cast<float>(wide[i]) == value[i] ? wide[i] : value[i];",
+        "value[i];",
+        "tests/test_narrow.py -k 'float64_state_that_is_kept and cpu'",
+        "elements of float64 state that are kept keep all of their bits",
+    ),
     (
         "formats-h-ties-of-the-nearest",
         "== 0 ? bits + 0x7fff : bits + 0x8000;",
@@ -1068,8 +1499,8 @@ FORMATS_H = of(
     ),
     (
         "formats-h-noise-between-blocks",
-        "if (__builtin_expect(skip != 0, 0)) {\n",
-        "if (false) {\n",
+        "    if (__builtin_expect(skip != 0, 0)) {\n",
+        "    if (false) {\n",
         "tests/test_narrow.py -k same_bits",
         "noise is counted from the whole parameter's start",
     ),
@@ -1097,7 +1528,7 @@ FORMATS_H = of(
 )
 
 TEAM = of(
-    "csrc/cpu/threads.cpp",
+    "threads.cpp",
     (
         "team-rounding-mode-of-threads",
         "  std::fesetenv(&work.environment);\n",
@@ -1108,7 +1539,7 @@ TEAM = of(
 )
 
 KERNELS = of(
-    "ngn_kernels/backends/triton/kernels.py",
+    "kernels.py",
     (
         "triton-skips-counted-per-bucket",
         "counted = (last != 0) & (code != NONE)",
@@ -1188,7 +1619,7 @@ KERNELS = of(
 )
 
 TRITON_FORMATS = of(
-    "ngn_kernels/backends/triton/formats.py",
+    "columns.py",
     (
         "triton-limit-of-bfloat16",
         "if ROUNDING == STOCHASTIC else BFLOAT16_LIMIT",
@@ -1199,7 +1630,7 @@ TRITON_FORMATS = of(
 )
 
 TRAINERS = of(
-    "ngn_kernels/trainers/feed.py",
+    "feed.py",
     (
         "feed-two-optimizers-on-one-loss",
         "        if backwards & self._stepped:\n",
@@ -1216,10 +1647,24 @@ TRAINERS = of(
     ),
     (
         "feed-old-backwards-are-remembered",
-        "            if not optimizer._pending:\n                self._pending[optimizer] = set()\n",
-        "            self._pending.setdefault(optimizer, set())\n",
+        "                self._pending.pop(optimizer, None)\n",
+        "                pass\n",
         "tests/test_feed.py",
         "a loss that was dropped is forgotten",
+    ),
+    (
+        "feed-stale-losses-are-kept",
+        "            if not optimizer.loss_is_pending():\n",
+        "            if not optimizer._pending:\n",
+        "tests/test_feed.py",
+        "a loss whose gradients the module cleared is dropped before the next backward()",
+    ),
+    (
+        "feed-losses-of-users-unexpected",
+        "self._pending.setdefault(optimizer, set()).add(self._backwards)",
+        "self._pending[optimizer].add(self._backwards)",
+        "tests/test_feed.py",
+        "a loss that the user has added goes together with the feed's",
     ),
     (
         "feed-wrappers-not-opened",
@@ -1238,6 +1683,7 @@ TRAINERS = of(
 )
 
 MUTANTS: tuple[Mutant, ...] = (
+    *BINDINGS,
     *NATIVE_SIGNATURE,
     *RULE_H,
     *CONVERT_H,
@@ -1245,13 +1691,18 @@ MUTANTS: tuple[Mutant, ...] = (
     *FORMATS_H,
     *TEAM,
     *RULES,
+    *CHECKS,
     *PLAN,
     *SIGNATURE,
     *OPTIMIZER,
     *LOSS,
+    *BACKWARD_COUNTER,
     *RANKS,
     *SHARDS,
     *STATE,
+    *CHECKPOINT,
+    *STEP_SIZE,
+    *OPTIONS,
     *FORMATS,
     *TABLES,
     *TRANSFER,

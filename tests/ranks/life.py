@@ -389,8 +389,7 @@ def a_checkpoint_is_loaded(life: Ranks, rng: random.Random) -> None:
     life.backend = rng.choice(("cpu", "reference"))
     life.optimizer = life.build()
     life.optimizer.load_state_dict(saved)
-    life.skipped = int(life.optimizer.skipped_steps)
-    assert life.skipped in (0, skipped)
+    assert int(life.optimizer.skipped_steps) == skipped
     life.take(rng)
 
 

@@ -45,6 +45,7 @@ def test_script(code: str, ranks: int, tmp_path: Path) -> None:
         if done.returncode == 0 or ABORTED_AT_EXIT not in done.stderr:
             break
     assert done.returncode == 0, done.stderr
+    assert "backward() calls" not in done.stderr, "a loss of one of several"
     said = dict(re.findall(r"rank (\d+): shrink (\S+)", spoken))
     assert set(said) == {str(rank) for rank in range(ranks)}
     (shrink,) = set(said.values())

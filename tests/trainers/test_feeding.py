@@ -229,7 +229,7 @@ def adversaries_by_hand() -> nn.Module:
     return net
 
 
-def lightning_adversaries(name: str, together: bool = False) -> nn.Module:
+def lightning_adversaries(name: str, together: bool = False, clear: Any = None) -> nn.Module:
     package = importlib.import_module(name)
 
     class Module(package.LightningModule):
@@ -246,7 +246,8 @@ def lightning_adversaries(name: str, together: bool = False) -> nn.Module:
                 made.step()
                 return
             for optimizer, loss_of in ((judge, self.net.judge_loss), (made, self.net.made_loss)):
-                optimizer.zero_grad()
+                part = self.net.judge if optimizer is judge else self.net.made
+                clear(part) if clear else optimizer.zero_grad()
                 self.manual_backward(loss_of(real))
                 optimizer.step()
 
@@ -263,7 +264,7 @@ def lightning_adversaries(name: str, together: bool = False) -> nn.Module:
     return module.net
 
 
-def accelerate_adversaries(together: bool = False) -> nn.Module:
+def accelerate_adversaries(together: bool = False, clear: Any = None) -> nn.Module:
     from accelerate import Accelerator
 
     accelerator = feed_loss(Accelerator(cpu=True))
@@ -278,7 +279,7 @@ def accelerate_adversaries(together: bool = False) -> nn.Module:
             made.step()
             continue
         for optimizer, loss_of in ((judge, net.judge_loss), (made, net.made_loss)):
-            optimizer.zero_grad()
+            clear(net.judge if optimizer is judge else net.made) if clear else optimizer.zero_grad()
             accelerator.backward(loss_of(real))
             optimizer.step()
     return net
@@ -302,6 +303,152 @@ def test_each_optimizer_gets_its_own_loss(run: Any) -> None:
 def test_two_optimizers_do_not_step_on_one_loss(run: Any) -> None:
     with pytest.raises(RuntimeError, match=r"both step on it.*two\s+parameter groups"):
         run(together=True)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", ["accelerate", *LIGHTNINGS])
+def test_adversaries_whose_modules_clear_their_gradients(name: str, set_to_none: bool) -> None:
+    """The generator's backward() reaches the judge, whose optimizer does not see the clearing."""
+
+    def clear(net: nn.Module) -> None:
+        net.zero_grad(set_to_none=set_to_none)
+
+    run = accelerate_adversaries if name == "accelerate" else lightning_adversaries
+    options = {} if name == "accelerate" else {"name": name}
+    net = run(clear=clear, **options)  # type: ignore[operator]
+    assert distance(net, adversaries_by_hand()) <= 1e-6
+
+
+# Batches that are thrown away
+
+
+def interrupt(model: nn.Module, forward: int, error: BaseException) -> None:
+    """Once, in the given forward()."""
+    calls = []
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == forward:
+            raise error
+
+    model.register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("forward", [2, 4, 7])
+def test_transformers_finds_a_batch_size(forward: int) -> None:
+    """After an out-of-memory error it begins again and clears the model's gradients by itself."""
+    model, expected = Model(), Model()
+    interrupt(model, forward, RuntimeError("CUDA out of memory."))
+    options = {"gradient_accumulation_steps": 4, "max_steps": 5}
+    trainer = runs.hf_trainer(
+        model, (optimizer_of(model), None), auto_find_batch_size=True, **options
+    )
+    feed_loss(trainer).train()
+    assert trainer.state.train_batch_size == 1
+
+    optimizer = optimizer_of(expected)
+    if forward == 7:  # a step of four batches of two was made before
+        before = runs.hf_trainer(expected, (optimizer, None), **options | {"max_steps": 1})
+        feed_loss(before).train()
+    again = runs.hf_trainer(expected, (optimizer, None), per_device_train_batch_size=1, **options)
+    feed_loss(again).train()
+    assert distance(expected, Model()) > 0.05
+    assert distance(model, expected) == 0.0
+    if forward < 5:
+        (first, *_) = (log for log in trainer.state.log_history if "ngn/shrink" in log)
+        assert first["ngn/shrink"] == pytest.approx(shrink_of_a_step_of_ones(), abs=1e-6)
+
+
+def shrink_of_a_step_of_ones() -> float:
+    """Of the plain loop: one step of four batches of one."""
+    model = Model()
+    optimizer, whole = optimizer_of(model), 0.0
+    for row in samples()[:4]:
+        loss = model(**{name: row[name][None] for name in row})["loss"] / 4
+        loss.backward()
+        whole += loss.item()
+    optimizer.step(loss=whole)
+    return float(optimizer.shrink)
+
+
+@pytest.mark.parametrize("forward", [2, 4, 7])
+def test_transformers_is_interrupted_and_trains_again(forward: int) -> None:
+    model, expected = Model(), Model()
+    interrupt(model, forward, KeyboardInterrupt())
+    options = {"gradient_accumulation_steps": 4, "max_steps": 5}
+    trainer = feed_loss(runs.hf_trainer(model, (optimizer_of(model), None), **options))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    optimizer = optimizer_of(expected)
+    if forward == 7:
+        one_step = options | {"max_steps": 1}
+        feed_loss(runs.hf_trainer(expected, (optimizer, None), **one_step)).train()
+    feed_loss(runs.hf_trainer(expected, (optimizer, None), **options)).train()
+    assert distance(expected, Model()) > 0.05
+    assert distance(model, expected) == 0.0
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+def test_lightning_is_interrupted_and_fits_again(name: str) -> None:
+    """The second fit() goes on with the same optimizer."""
+    package = importlib.import_module(name)
+    module = runs.lightning_module(package, Case())
+    optimizer = optimizer_of(module.net)
+    type(module).configure_optimizers = lambda self: optimizer
+    interrupt(module.net, 3, ValueError("stop"))
+    options = {"accumulate_grad_batches": 4, "max_epochs": 1}
+    with pytest.raises(ValueError, match="stop"):
+        runs.lightning_trainer(package, callbacks=[FeedLoss()], **options).fit(
+            module, runs.loader()
+        )
+    module.net.zero_grad()
+    runs.lightning_trainer(package, callbacks=[FeedLoss()], **options).fit(module, runs.loader())
+    expected = runs.lightning_module(package, Case())
+    runs.lightning_trainer(package, callbacks=[FeedLoss()], **options).fit(expected, runs.loader())
+    assert distance(module.net, expected.net) == 0.0
+
+
+# Losses that the user gives besides
+
+
+def test_a_loss_of_the_users_own_is_added() -> None:
+    """With a backward() of its own, before the accelerator's."""
+    from accelerate import Accelerator
+
+    accelerator = feed_loss(Accelerator(cpu=True))
+    original, expected = Model(), Model()
+    optimizer, plain = optimizer_of(original), optimizer_of(expected)
+    model, wrapped = accelerator.prepare(original, optimizer)
+    for batch in batches()[:3]:
+        decay = sum(p.square().sum() for p in model.parameters())
+        decay.backward()
+        optimizer.add_loss(decay)
+        accelerator.backward(model(**batch)["loss"])
+        wrapped.step()
+        wrapped.zero_grad()
+        plain.zero_grad()
+        loss = expected(**batch)["loss"] + sum(p.square().sum() for p in expected.parameters())
+        loss.backward()
+        plain.step(loss=loss)
+    assert distance(original, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+def test_manual_optimization_that_passes_the_loss(name: str) -> None:
+    package = importlib.import_module(name)
+    module = runs.manual_module(package, Case())
+
+    def training_step(self: Any, batch: Any, _: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.net(**batch)["loss"]
+        self.manual_backward(loss)
+        optimizer.step(loss=loss)
+
+    type(module).training_step = training_step
+    runs.lightning_trainer(package).fit(module, runs.loader())
+    assert distance(module.net, by_hand(Case(), DIVIDE_BY_SETTING)) <= 1e-6
 
 
 # Steps that are left out
@@ -360,6 +507,19 @@ def test_a_flag_that_was_switched_off_comes_back() -> None:
     trainer.fit(module, runs.loader())
     (optimizer,) = trainer.optimizers
     assert optimizer._step_supports_amp_scaling is True
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+def test_manual_optimization_that_clips_under_bf16(name: str) -> None:
+    """By the wrapper that self.optimizers() returns, which has a class attribute of its own."""
+    package = importlib.import_module(name)
+    case = Case(bf16=True, clip=0.05)
+    module = runs.manual_module(package, case)
+    trainer = runs.lightning_trainer(package, callbacks=[FeedLoss()], precision="bf16-mixed")
+    trainer.fit(module, runs.loader())
+    assert distance(module.net, by_hand(case, DIVIDE_BY_SETTING)) <= 1e-5
+    for optimizer in (*trainer.optimizers, module.optimizers()):
+        assert optimizer._step_supports_amp_scaling is True
 
 
 def test_a_module_that_clips_by_itself() -> None:
@@ -519,6 +679,65 @@ def test_no_ngn_optimizer_to_feed() -> None:
     trainer = runs.lightning_trainer(package, callbacks=[FeedLoss()])
     with pytest.raises(RuntimeError, match=r"found no NGN optimizer.*configure_optimizers"):
         trainer.fit(module, runs.loader())
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+@pytest.mark.parametrize("line", [True, False], ids=["with the line", "without it"])
+def test_lightning_says_which_line_to_write(name: str, line: bool) -> None:
+    """Its closure returns the loss of the last micro-batch."""
+    package = importlib.import_module(name)
+    module = runs.lightning_module(package, Case())
+    callbacks = [FeedLoss()] if line else []
+    trainer = runs.lightning_trainer(package, callbacks=callbacks, accumulate_grad_batches=8)
+    if line:
+        trainer.fit(module, runs.loader())
+        assert distance(module.net, by_hand(Case(8), DIVIDE_BY_SETTING)) <= 1e-6
+        return
+    with pytest.raises(RuntimeError, match=r"^7 backward\(\).*callbacks=\[.*FeedLoss\(\)\]"):
+        trainer.fit(module, runs.loader())
+    assert distance(module.net, Model()) == 0.0, "not one step was taken"
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS)
+def test_lightning_without_accumulation_needs_no_line(name: str) -> None:
+    package = importlib.import_module(name)
+    module = runs.lightning_module(package, Case())
+    runs.lightning_trainer(package, precision="bf16-mixed").fit(module, runs.loader())
+    assert distance(module.net, by_hand(Case(bf16=True), DIVIDE_BY_SETTING)) <= 1e-6
+
+
+def test_lightning_with_a_scaler_says_which_line_to_write() -> None:
+    """Its plugin runs the closure itself and calls a bare step()."""
+    package = importlib.import_module("lightning.pytorch")
+    plugins = [runs.Unrounded(importlib.import_module("lightning.pytorch.plugins.precision"))]
+    module = runs.lightning_module(package, Case())
+    with pytest.raises(RuntimeError, match=r"callbacks=\[.*FeedLoss\(\)\]"):
+        runs.lightning_trainer(package, plugins=plugins).fit(module, runs.loader())
+
+
+def test_accelerate_says_which_line_to_write() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(net := Model(), optimizer_of(net))
+    accelerator.backward(model(**batches()[0])["loss"])
+    with pytest.raises(RuntimeError, match=r"feed_loss\(trainer\)"):
+        optimizer.step()
+
+
+def test_manual_optimization_and_fabric_say_which_line_to_write() -> None:
+    from lightning.fabric import Fabric
+
+    package = importlib.import_module("lightning.pytorch")
+    module = runs.manual_module(package, Case())
+    with pytest.raises(RuntimeError, match=r"callbacks=\[.*FeedLoss\(\)\]"):
+        runs.lightning_trainer(package).fit(module, runs.loader())
+    model, optimizer = (fabric := Fabric(accelerator="cpu")).setup(
+        net := Model(), optimizer_of(net)
+    )
+    fabric.backward(model(**batches()[0])["loss"])
+    with pytest.raises(RuntimeError, match=r"optimizer\.add_loss\(share\)"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("says", [r"feed_loss\(trainer\)", r"callbacks=\[.*FeedLoss\(\)\]"])

@@ -16,6 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .columns import (
+    column_at,
+    device,
+    is_aligned,
+    limit,
+    load,
+    noise,
+    noise_words,
+    other_noise,
+    store,
+)
 from .constants import (
     ALIGNMENT,
     AMP_OVERFLOW,
@@ -60,17 +71,6 @@ from .constants import (
     M,
     V,
     X,
-)
-from .formats import (
-    column_at,
-    device,
-    is_aligned,
-    limit,
-    load,
-    noise,
-    noise_words,
-    other_noise,
-    store,
 )
 
 # An argument per line would hide the kernels behind their lists.

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Input
-from .plan import Plan, copy_to
-from .shards import copies, is_sharded
-from .tables import array_of, float_type
-from .transfer import is_capturing
+from ..formats import Storage
+from ..layout import Input
+from ..plan import Plan, copy_to
+from ..tables import GroupValues, array_of, float_type
+from ..transfer import is_capturing
+from .dtensors import copies, is_sharded
 
 
 class Message(IntEnum):
@@ -51,6 +52,18 @@ SUMS = slice(Message.WEIGHTED, Message.NORM + 1)  # in the order of Sum
 ERRORS = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
 
 
+class Agreement:
+    """What must be the same on every rank, and its checksum."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items = items
+        digest = hashlib.blake2b(repr(items).encode(), digest_size=6).digest()
+        self.checksum = float(int.from_bytes(digest, "big"))
+
+
+NOTHING_AGREED = Agreement({})
+
+
 class Ranks:
     """The ranks that share one step size: who they are, and who holds what."""
 
@@ -62,7 +75,7 @@ class Ranks:
         if replicas is not None and (
             not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1
         ):
-            raise ValueError(f"replicas={replicas!r}: must be None or a whole number from 1 on")
+            raise ValueError(f"replicas={replicas!r}: must be None or a positive integer")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction={loss_reduction!r}: must be "mean" or "sum"')
         self.reduce_group = reduce_group
@@ -84,7 +97,7 @@ class Ranks:
         return group if dist.get_world_size(group) > 1 else None
 
     def copies(self, param: Tensor, label: str) -> int:
-        """On how many ranks of the group the same elements of a parameter lie."""
+        """How many ranks of the group hold the same elements of a parameter."""
         group = self.group()
         if group is None:
             return 1
@@ -117,17 +130,28 @@ class Ranks:
             )
         return copies(param) * max(1, replicas // size)
 
-
-class Agreement:
-    """What must be the same on every rank, and a number that tells whether it is."""
-
-    def __init__(self, items: dict[str, Any]) -> None:
-        self.items = items
-        digest = hashlib.blake2b(repr(items).encode(), digest_size=6).digest()
-        self.checksum = float(int.from_bytes(digest, "big"))
-
-
-NOTHING_AGREED = Agreement({})
+    def agreement(
+        self,
+        options: dict[str, Any],
+        groups: list[GroupValues],
+        params: list[Tensor],
+        storage: Storage,
+        backend: Callable[[str], str],
+    ) -> Agreement:
+        """What ranks compare; where all of them hold all parameters, every value of every group."""
+        items = {**options, "loss_reduction": self.loss_reduction, "replicas": self.replicas}
+        if self.replicas is None:
+            items["state and rounding"] = tuple(storage)
+            items["the backend"] = ", ".join(sorted({backend(p.device.type) for p in params}))
+            items["the number of groups"] = len(groups)
+            items["the number of elements"] = sum(p.numel() for p in params)
+            for i, values in enumerate(groups):
+                items[f"the values of group {i}"] = tuple(map(float, values))
+            # Rounding depends on a parameter's place.
+            items["the order of the parameters"] = [
+                f"{str(p.dtype).removeprefix('torch.')}{tuple(p.shape)}" for p in params
+            ]
+        return Agreement(items)
 
 
 def on_host(array: Any) -> bool:
@@ -139,6 +163,31 @@ def added_up(rows: Any) -> Any:
     if on_host(rows):
         return [sum(column) for column in zip(*rows.tolist(), strict=True)]
     return rows.sum(0)
+
+
+def add_up(plan: Plan, exchange: Exchange | Alone, has_loss: bool) -> bool:
+    """All sums of a step, of all ranks; False if no rank has anything to do."""
+    for index in range(len(plan.rounds)):
+        plan.reduce(index)
+        if not exchange.combine(plan, has_loss, index):
+            return False
+    return True
+
+
+class Alone:
+    """The exchange of a process that steps by itself."""
+
+    group = None
+    home = None
+
+    def fail(self, problem: Exception) -> NoReturn:
+        raise problem
+
+    def combine(self, plan: Plan, has_loss: bool, index: int) -> bool:
+        return True
+
+
+ALONE = Alone()
 
 
 class Exchange:
@@ -169,7 +218,7 @@ class Exchange:
     def begin(self) -> None:
         """Begin a step, without anything of the one before."""
         self.agreement = NOTHING_AGREED
-        self.has_gradients = True
+        self.has_gradient = True
         self.problem: Exception | None = None
         self._raises_everywhere = False
 
@@ -182,13 +231,14 @@ class Exchange:
             self._check(self._gather().tolist())
         raise problem
 
-    def announce(self) -> None:
-        """Say that collectives of this rank's tensors come before its numbers.
+    def meet(self, agreement: Agreement, has_gradient: bool, unready: bool) -> None:
+        """Say what this rank has, and whether collectives of its tensors come before its numbers.
 
-        Raises, on all ranks alike, if one has an error, which would leave the others waiting in them.
-        Ranks on GPUs, whose hosts do not wait for messages, begin at once.
+        Before these it raises, on all ranks alike, if one has an error, which would leave the others
+        waiting in them. Ranks on GPUs, whose hosts do not wait for messages, begin at once.
         """
-        if on_host(self._message):
+        self.agreement, self.has_gradient = agreement, has_gradient
+        if unready and on_host(self._message):
             self._message[:] = 0.0
             self._message[Message.STATUS] = float(Status.UNREADY)
             self._message[Message.AGREEMENT] = self.agreement.checksum
@@ -243,8 +293,8 @@ class Exchange:
             self._raises_everywhere = False
             return loss
         # A host that does not read skips the step by a loss that is not finite.
-        told = received[:, Message.AGREEMENT]
-        bad = ~(told == told[0]).all() | (received[:, Message.STATUS] == Status.PROBLEM).any()
+        sent = received[:, Message.AGREEMENT]
+        bad = ~(sent == sent[0]).all() | (received[:, Message.STATUS] == Status.PROBLEM).any()
         return loss.masked_fill(bad | (everyone[Message.WEIGHT] == 0), math.nan)
 
     def _check(self, rows: list[list[float]]) -> bool:
@@ -282,7 +332,7 @@ class Exchange:
         """Where no rank has a loss: whether none has a gradient either; raises, if one has."""
         if any(row[Message.STATUS] != Status.READY for row in rows):
             return False  # the hosts that read nothing skip the step
-        if not any(self._all(self.has_gradients)):
+        if not any(self._all(self.has_gradient)):
             return True
         self._raises_everywhere = True
         raise RuntimeError(
@@ -299,9 +349,9 @@ class Exchange:
         message = f"rank {rank} of {self.size}: {kind}: {text}"
         raise ERRORS.get(kind, RuntimeError)(message) from self.problem
 
-    def _difference(self, told: list[dict[str, Any]]) -> str:
-        for key in dict.fromkeys(key for agreement in told for key in agreement):
-            values = [agreement.get(key) for agreement in told]
+    def _difference(self, agreements: list[dict[str, Any]]) -> str:
+        for key in dict.fromkeys(key for items in agreements for key in items):
+            values = [items.get(key) for items in agreements]
             other = next((r for r, value in enumerate(values) if value != values[0]), None)
             if other is not None:
                 ours, theirs = values[0], values[other]
