@@ -1,7 +1,7 @@
 """The one source of the numbers that Python, C++ and Triton share: tables, codes, formats.
 
 It imports neither torch nor the package, because the build of the extension runs it, too:
-csrc/generate_layout.py turns it into the C++ header layout.h. backends/triton/constants.py turns it
+csrc/generate_layout.py turns it into the C++ header layout.h. backends/triton/layout_constants.py turns it
 into Triton's constants when the kernels are loaded.
 """
 

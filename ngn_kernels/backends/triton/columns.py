@@ -15,7 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .constants import (
+from .layout_constants import (
     BFLOAT16_LIMIT,
     ELEMENT_STRIDE,
     EXACT,

@@ -27,7 +27,7 @@ from .columns import (
     other_noise,
     store,
 )
-from .constants import (
+from .layout_constants import (
     ALIGNMENT,
     AMP_OVERFLOW,
     BETA1,
@@ -376,9 +376,9 @@ def apply_span(
         if RMS:
             b_v = load(p_v, i, n, V_TYPE, VECTOR, BLOCK)
         b_v_new, b_displacement = draft(b_v, b_g, k, k_v, COORDINATE, RMS)
-        b_x = load(p_x, i, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
         if MOMENTUM:
             b_m = load(p_m, i, n, M_TYPE, VECTOR, BLOCK)
+        b_x = load(p_x, i, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
         b_x_new, b_m_new = update(b_x, b_m, b_displacement, k, MOMENTUM)
         b_fits = fits(b_x_new, b_m_new, b_v_new, MOMENTUM, RMS, X_TYPE, M_TYPE, V_TYPE, ROUNDING)
         b_random = noise(words, i + tl.arange(0, BLOCK)) if RANDOM else 0
