@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ngn_kernels.backends.triton import THREADS, column_types, constants, options
-from ngn_kernels.plan import BucketKey
+from ngn_kernels.planning.rows import BucketKey
 from ngn_kernels.rules import RULES, Rule
 
 POINTERS = {

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .distributed.dtensors import flattened_by, is_sharded, local
+from ..distributed.dtensors import flattened_by, is_sharded, local
 
 
 def is_dense(tensor: Tensor) -> bool:

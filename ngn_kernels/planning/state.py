@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import has_memory, is_dense
-from .distributed.dtensors import (
+from ..distributed.dtensors import (
     first_element,
     is_sharded,
     like,
@@ -19,7 +18,7 @@ from .distributed.dtensors import (
     same_mesh,
     same_placement,
 )
-from .formats import (
+from ..formats import (
     FLOAT32,
     FORMATS,
     QUANT_BLOCK,
@@ -35,7 +34,8 @@ from .formats import (
     rounding_of,
     scale_key,
 )
-from .rules import Rule
+from ..rules import Rule
+from .checks import has_memory, is_dense
 
 STATE_KEYS = ("momentum_buffer", "exp_avg_sq")
 

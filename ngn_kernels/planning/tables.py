@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import Count, GroupColumn, Input, Reason, Size
+from ..layout import Count, GroupColumn, Input, Reason, Size
 from .transfer import is_capturing, numbers_of
 
 
@@ -137,12 +137,12 @@ class Report:
         shared = min(len(known), len(self.sizes))
         self.sizes.narrow(0, 0, shared).copy_(known.narrow(0, 0, shared))
 
-    def unheard_reason(self) -> Reason:
+    def poll_skip_reason(self) -> Reason:
         """Of a skipped step that was not asked for yet; from a GPU it comes some steps late."""
         if self._host_counts is not None:
-            return self._hear(self._host_counts)
+            return self._read_counts(self._host_counts)
         if self.device.type != "cuda":
-            return self._hear(self.counts.tolist())
+            return self._read_counts(self.counts.tolist())
         if is_capturing(self.device):
             return Reason.NONE
         if self._arriving is None:
@@ -151,12 +151,12 @@ class Report:
         host, event = self._arriving
         if not event.query():
             return Reason.NONE
-        reason = self._hear(host.tolist())
+        reason = self._read_counts(host.tolist())
         host.copy_(self.counts, non_blocking=True)
         event.record(torch.cuda.current_stream(self.device))
         return reason
 
-    def _hear(self, counts: memoryview | list[int]) -> Reason:
+    def _read_counts(self, counts: memoryview | list[int]) -> Reason:
         if counts[Count.SKIPPED] == self._seen:
             return Reason.NONE
         self._seen = counts[Count.SKIPPED]
