@@ -155,7 +155,6 @@ class Signature {
     for (size_t i = 0; i < idle_.size() && !grown; ++i) grown = !gradient_of(idle_[i]).is_none();
     // Two loops: the code of each fits the instruction cache, that of both would not.
     for (size_t i = 0; i < rows_.size(); ++i) {
-      if (i + AHEAD < rows_.size()) fetch(rows_[i + AHEAD]);
       if (is_stale(rows_[i])) return STALE;
     }
     if (grown) return GROWN;
@@ -186,9 +185,6 @@ class Signature {
   }
 
  private:
-  static constexpr size_t AHEAD = 4;                       // rows
-  static constexpr uintptr_t LINE = 64, TENSOR_IMPL = 184, SMALL_DICT = 160;  // bytes
-
   // Shape and strides are in extents_, those of all rows one after the other, in the order of the comparison.
   struct Place {
     int64_t address;
@@ -212,7 +208,6 @@ class Signature {
     py::object spec;  // how a DTensor is distributed over ranks; null for other tensors
     Place place, order;
     size_t first_state, end_state;  // in state_tensors_
-    size_t first_line, end_line;    // in lines_
     dlpack::DataType gradient_type;
     bool may_be_negated;  // has one element
   };
@@ -225,8 +220,6 @@ class Signature {
     if (is_sharded(row.param)) row.spec = spec_.of(row.param);
     const py::object part = part_of(row.param, bool(row.spec));
     row.place = place(part.ptr());
-    row.first_line = lines_.size();
-    note_lines(row.param, part);
     row.order = py::object(item[1]).is(part) ? row.place : place(py::object(item[1]).ptr());
     row.gradient_type = tensor_of(py::object(item[4]).ptr()).dtype;
     row.first_state = state_tensors_.size();
@@ -234,46 +227,17 @@ class Signature {
       const py::object name = py::reinterpret_borrow<py::object>(key), tensor = row.state[key];
       const bool sharded = is_sharded(tensor);
       const py::object tensor_part = part_of(tensor, sharded);
-      note_lines(tensor, tensor_part);
       const dlpack::Tensor t = tensor_of(tensor_part.ptr());
       const bool like_row = same_kind(t, t.dtype, row.order);
       const Place order = like_row ? row.order : place(tensor_part.ptr());
       state_tensors_.push_back({name, tensor, t.address(), t.dtype, order, sharded});
     }
     row.end_state = state_tensors_.size();
-    note(row.state.ptr(), sizeof(PyDictObject));
-    note(reinterpret_cast<PyDictObject*>(row.state.ptr())->ma_keys, SMALL_DICT);
-    row.end_line = lines_.size();
     row.may_be_negated = true;
     for (int32_t d = 0; d < row.order.ndim; ++d) {
       row.may_be_negated = row.may_be_negated && extents_[row.order.first_extent + 2 * d] == 1;
     }
     rows_.push_back(std::move(row));
-  }
-
-  // The memory that a look at a tensor waits for: the Python object, torch's own, and its storage's.
-  void note_lines(const py::object& tensor, const py::object& part) {
-    const auto address = [](const py::object& object) {
-      return reinterpret_cast<const void*>(py::cast<uintptr_t>(object.attr("_cdata")));
-    };
-    if (!tensor.is(part)) note(tensor.ptr(), LINE);
-    note(part.ptr(), LINE / 2);
-    note(address(part), TENSOR_IMPL);
-    note(address(part.attr("untyped_storage")()), LINE);
-  }
-
-  // Only hints: a wrong address costs time and nothing else.
-  void note(const void* object, uintptr_t bytes) {
-    const auto first = reinterpret_cast<uintptr_t>(object);
-    for (uintptr_t line = first / LINE; line <= (first + bytes - 1) / LINE; ++line) {
-      lines_.push_back(reinterpret_cast<const char*>(line * LINE));
-    }
-  }
-
-  // Ask for it all at once, some rows ahead, instead of for one after the other. After a backward pass
-  // nothing of it is in a cache: this halves the time of a look.
-  void fetch(const Row& row) const {
-    for (size_t i = row.first_line; i < row.end_line; ++i) __builtin_prefetch(lines_[i]);
   }
 
   dlpack::Tensor tensor_of(PyObject* tensor) const {
@@ -418,7 +382,6 @@ class Signature {
   std::vector<int64_t> extents_;
   std::vector<State> state_tensors_;
   std::vector<Row> rows_;
-  std::vector<const char*> lines_;
   std::vector<PyObject*> idle_;  // parameters without a row
   std::vector<py::array_t<int64_t>> columns_;
   std::vector<int64_t*> slots_;

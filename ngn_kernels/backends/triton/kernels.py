@@ -130,14 +130,38 @@ def effective_lr(lr, weight_decay, REGULARISED: tl.constexpr):
 
 
 @device
-def moment_coefficients(groups, i_group, p_step):
+def moment_coefficients(group, p_step):
     """beta2, 1 - beta2, eps, 1 / (1 - beta2^t)"""
-    group = groups + GROUP_COLUMNS * i_group
     beta2 = tl.load(group + BETA2)
     eps = tl.load(group + EPS)
     count = tl.load(p_step.to(tl.pointer_type(tl.float32))).to(tl.float64) + 1
     bias = 1 - tl.exp(count * tl.log(beta2))
     return beta2.to(tl.float32), (1 - beta2).to(tl.float32), eps.to(tl.float32), (1 / bias).to(tl.float32)
+
+
+@device
+def coefficients(inputs, group, clip, rho, COORDINATE: tl.constexpr, REGULARISED: tl.constexpr):
+    """s / grad_scale, beta1, step, flatness, curvature, decay"""
+    lr = tl.load(group + LR)
+    beta1 = tl.load(group + BETA1)
+    weight_decay = tl.load(group + WEIGHT_DECAY)
+    a = effective_lr(lr, weight_decay, REGULARISED)
+    gradient_scale = clip / tl.load(inputs + GRAD_SCALE)
+    gamma = a * rho
+    flatness, curvature = 1.0, 0.0
+    if COORDINATE:
+        # Divided by the larger of the two, neither overflows; both are 0 where c and h are.
+        two_h = 2 * loss_above_floor(inputs)
+        gamma = tl.minimum(lr, two_h)
+        larger = tl.maximum(lr, two_h)
+        flatness = tl.where(larger == 0, 0.0, two_h / larger).to(tl.float32)
+        curvature = tl.where(larger == 0, 0.0, lr / larger).to(tl.float32)
+    step = (1 - beta1) * gamma
+    decay = weight_decay * a
+    return (
+        gradient_scale.to(tl.float32), beta1.to(tl.float32), step.to(tl.float32), flatness, curvature,
+        decay.to(tl.float32),
+    )
 
 
 @device
@@ -152,6 +176,56 @@ def preconditioner(b_v, k_v):
     """D = eps + sqrt(v / (1 - beta2^t))"""
     beta2, one_minus_beta2, eps, inverse_bias = k_v
     return eps + tl.sqrt_rn(b_v * inverse_bias)
+
+
+@device
+def contribute(b_v, b_g, k_v, RMS: tl.constexpr):
+    """The elements' parts of the sum of g^2 / D."""
+    if RMS:
+        return tl.div_rn(b_g * b_g, preconditioner(second_moment(b_v, b_g, k_v), k_v))
+    else:
+        return b_g * b_g
+
+
+@device
+def draft(b_v, b_g, k, k_v, COORDINATE: tl.constexpr, RMS: tl.constexpr):
+    """The first half of an update: the new v, and gamma g / D, 0 where 0/0."""
+    gradient_scale, beta1, step, flatness, curvature, decay = k
+    b_displacement = step * b_g
+    b_divisor = 1.0
+    if RMS:
+        b_v = second_moment(b_v, b_g, k_v)
+        b_divisor = preconditioner(b_v, k_v)
+    if COORDINATE:
+        b_divisor = flatness * b_divisor + curvature * (b_g * b_g)
+        b_displacement = tl.where(b_divisor == 0, 0.0, tl.div_rn(b_displacement, b_divisor))
+    elif RMS:
+        b_displacement = tl.div_rn(b_displacement, b_divisor)
+    return b_v, b_displacement
+
+
+@device
+def update(b_x, b_m, b_displacement, k, MOMENTUM: tl.constexpr):
+    """The second half: the new x and m."""
+    gradient_scale, beta1, step, flatness, curvature, decay = k
+    b_displacement += decay * b_x
+    if MOMENTUM:
+        b_displacement += beta1 * b_m
+    return b_x - b_displacement, b_displacement
+
+
+@device
+def fits(
+    b_x, b_m, b_v, MOMENTUM: tl.constexpr, RMS: tl.constexpr,
+    X_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr, ROUNDING: tl.constexpr,
+):
+    """Which elements are finite in their storage types; the others must keep their old values."""
+    b_fits = tl.abs(b_x) < limit(X_TYPE, ROUNDING)
+    if MOMENTUM:
+        b_fits &= tl.abs(b_m) < limit(M_TYPE)
+    if RMS:
+        b_fits &= b_v < limit(V_TYPE, STOCHASTIC)
+    return b_fits
 
 
 @device
@@ -185,13 +259,9 @@ def reduce_span(
     b_alignment = tl.full((BLOCK,), 0.0, tl.float32)
     for i in range(0, n, BLOCK):
         b_g = load(p_g, i, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
-        if RMS:
-            b_v = load(p_v, i, n, V_TYPE, VECTOR, BLOCK)
-            b_d = preconditioner(second_moment(b_v, b_g, k_v), k_v)
-            b_weighted += tl.div_rn(b_g * b_g, b_d)
-        else:
-            b_weighted += b_g * b_g
-        if REGULARISED:
+        b_v = load(p_v, i, n, V_TYPE, VECTOR, BLOCK) if RMS else b_g
+        b_weighted += contribute(b_v, b_g, k_v, RMS)
+        if REGULARISED:  # x is loaded late, which saves registers
             b_alignment += b_g * load(p_x, i, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
     weighted = tl.sum(b_weighted.to(tl.float64))
     alignment = tl.sum(b_alignment.to(tl.float64)) if REGULARISED else weighted
@@ -225,13 +295,13 @@ def reduce(
     i_chunk = i_block.to(tl.int64)
     row, begin, n = locate(table, chunks, n_rows, chunk_size, i_chunk)
     n = tl.where(tl.load(row + G * n_rows) == 0, 0, n)
-    i_group = tl.load(row + GROUP * n_rows)
+    group = groups + GROUP_COLUMNS * tl.load(row + GROUP * n_rows)
 
     # A rule without RMS sums unclipped gradients; shrink() applies the clip factor to the sum.
     clip = 1.0
     k_v = (0.0, 0.0, 0.0, 0.0)
     if RMS:
-        k_v = moment_coefficients(groups, i_group, tl.load(row + STEP * n_rows))
+        k_v = moment_coefficients(group, tl.load(row + STEP * n_rows))
         _, _, norm = sum_buckets(totals, n_buckets)
         clip = clip_factor(norm, tl.load(inputs + MAX_GRAD_NORM))
     gradient_scale = (clip / tl.load(inputs + GRAD_SCALE)).to(tl.float32)
@@ -262,7 +332,6 @@ def reduce(
     replicas = tl.load(row + REPLICAS * n_rows).to(tl.float64)
     weighted /= replicas
     alignment /= replicas
-    group = groups + GROUP_COLUMNS * i_group
     lr = tl.load(group + LR)
     weight_decay = tl.load(group + WEIGHT_DECAY)
     ours = partials + i_chunk
@@ -293,7 +362,7 @@ def apply_span(
     ROUNDING: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Update `n` elements of a row, VECTOR at a time; 1 if any of them keeps its old values."""
-    gradient_scale, step, flatness, curvature, decay, beta1 = k
+    gradient_scale, beta1, step, flatness, curvature, decay = k
     p_x = column_at(row + X * n_rows, row + REMAINDER * n_rows, begin, X_TYPE, ROUNDING)
     p_m = column_at(row + M * n_rows, row + M_SCALE * n_rows, begin, M_TYPE)
     p_v = column_at(row + V * n_rows, row + V_SCALE * n_rows, begin, V_TYPE)
@@ -303,40 +372,27 @@ def apply_span(
     b_kept = tl.full((BLOCK // VECTOR,), 0, tl.int32)
     for i in range(0, n, BLOCK):
         b_g = load(p_g, i, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
+        b_m, b_v = 0.0, 0.0
         if RMS:
             b_v = load(p_v, i, n, V_TYPE, VECTOR, BLOCK)
-            b_v_new = second_moment(b_v, b_g, k_v)
-            b_d = preconditioner(b_v_new, k_v)
-        if COORDINATE:
-            b_divisor = (flatness * b_d if RMS else flatness) + curvature * (b_g * b_g)
-            b_m_new = tl.where(b_divisor == 0, 0.0, tl.div_rn(step * b_g, b_divisor))
-        else:
-            b_m_new = tl.div_rn(step * b_g, b_d) if RMS else step * b_g
+        b_v_new, b_displacement = draft(b_v, b_g, k, k_v, COORDINATE, RMS)
         b_x = load(p_x, i, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
-        b_m_new += decay * b_x
         if MOMENTUM:
             b_m = load(p_m, i, n, M_TYPE, VECTOR, BLOCK)
-            b_m_new += beta1 * b_m
-        b_x_new = b_x - b_m_new
-
-        # An element that would not be finite in its storage type keeps its old values.
-        b_finite = tl.abs(b_x_new) < limit(X_TYPE, ROUNDING)
-        if MOMENTUM:
-            b_finite &= tl.abs(b_m_new) < limit(M_TYPE)
-        if RMS:
-            b_finite &= b_v_new < limit(V_TYPE, STOCHASTIC)
+        b_x_new, b_m_new = update(b_x, b_m, b_displacement, k, MOMENTUM)
+        b_fits = fits(b_x_new, b_m_new, b_v_new, MOMENTUM, RMS, X_TYPE, M_TYPE, V_TYPE, ROUNDING)
         b_random = noise(words, i + tl.arange(0, BLOCK)) if RANDOM else 0
         b_other = other_noise(b_random) if ROUNDING == STOCHASTIC else 0
-        b_x_kept = tl.where(b_finite, b_x_new, b_x)
+        b_x_kept = tl.where(b_fits, b_x_new, b_x)
         store(p_x, i, n, b_x_kept, b_other, X_TYPE, VECTOR, BLOCK, ROUNDING)
         if MOMENTUM:
-            b_m_kept = tl.where(b_finite, b_m_new, b_m)
+            b_m_kept = tl.where(b_fits, b_m_new, b_m)
             store(p_m, i, n, b_m_kept, b_random, M_TYPE, VECTOR, BLOCK)
         if RMS:
-            b_v_kept = tl.where(b_finite, b_v_new, b_v)
+            b_v_kept = tl.where(b_fits, b_v_new, b_v)
             store(p_v, i, n, b_v_kept, b_random, V_TYPE, VECTOR, BLOCK, STOCHASTIC)
         # Past the end are zeros, which stay finite. Combined within a thread, which saves registers.
-        b_bad = tl.reshape(tl.where(b_finite, 0, 1), (BLOCK // VECTOR, VECTOR))
+        b_bad = tl.reshape(tl.where(b_fits, 0, 1), (BLOCK // VECTOR, VECTOR))
         b_kept |= tl.max(b_bad, axis=1)
     return tl.max(b_kept)
 
@@ -394,35 +450,15 @@ def apply(
         i_block = tl.num_programs(0) - 1 - i_block
     i_chunk = i_block.to(tl.int64)
     row, begin, n = locate(table, chunks, n_rows, chunk_size, i_chunk)
-    i_group = tl.load(row + GROUP * n_rows)
+    group = groups + GROUP_COLUMNS * tl.load(row + GROUP * n_rows)
     k_v = (0.0, 0.0, 0.0, 0.0)
     if RMS:
-        k_v = moment_coefficients(groups, i_group, tl.load(row + STEP * n_rows))
+        k_v = moment_coefficients(group, tl.load(row + STEP * n_rows))
 
     rho, clip, reason = shrink(totals, n_buckets, inputs, RMS)
     n = tl.where((reason == NONE) & (tl.load(row + G * n_rows) != 0), n, 0)
 
-    group = groups + GROUP_COLUMNS * i_group
-    lr = tl.load(group + LR)
-    beta1 = tl.load(group + BETA1)
-    weight_decay = tl.load(group + WEIGHT_DECAY)
-    a = effective_lr(lr, weight_decay, REGULARISED)
-    gradient_scale = clip / tl.load(inputs + GRAD_SCALE)
-    gamma = a * rho
-    flatness, curvature = 1.0, 0.0
-    if COORDINATE:
-        # Divided by the larger of the two, neither overflows; both are 0 where c and h are.
-        two_h = 2 * loss_above_floor(inputs)
-        gamma = tl.minimum(lr, two_h)
-        larger = tl.maximum(lr, two_h)
-        flatness = tl.where(larger == 0, 0.0, two_h / larger).to(tl.float32)
-        curvature = tl.where(larger == 0, 0.0, lr / larger).to(tl.float32)
-    step = (1 - beta1) * gamma
-    decay = weight_decay * a
-    k = (
-        gradient_scale.to(tl.float32), step.to(tl.float32), flatness, curvature,
-        decay.to(tl.float32), beta1.to(tl.float32),
-    )
+    k = coefficients(inputs, group, clip, rho, COORDINATE, REGULARISED)
 
     vectors = is_aligned(row + X * n_rows, X_TYPE, VECTOR) & is_aligned(row + G * n_rows, G_TYPE, VECTOR)
     if ROUNDING == EXACT:
