@@ -15,9 +15,9 @@ from .errors import BenchError
 if TYPE_CHECKING:
     import torch
 
-    from .contenders import Contender
-    from .step import Settings
-    from .workloads import Workload
+    from .contenders.registry import Contender
+    from .timing.step import Settings
+    from .timing.workloads import Workload
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -352,7 +352,7 @@ def _prepare_machine(args: argparse.Namespace) -> torch.device:
 
 
 def _find_dtype(name: str) -> torch.dtype:
-    from .contenders import DTYPES
+    from .contenders.registry import DTYPES
     from .errors import unknown_name
 
     if name not in DTYPES:
@@ -362,7 +362,8 @@ def _find_dtype(name: str) -> torch.dtype:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Fail before measuring, not after."""
-    from . import plots, report
+    from . import report
+    from .pages import plots
 
     report.require_writable(args.json)
     if args.plot is not None:
@@ -374,10 +375,11 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 def _run_step(args: argparse.Namespace) -> int:
     device = _prepare_machine(args)
-    from . import plots, report
+    from . import report
     from .environment import describe, machine_line
-    from .step import Settings, StepResult, run_step
-    from .step_tables import (
+    from .pages import plots
+    from .timing.step import Settings, StepResult, run_step
+    from .timing.step_tables import (
         contender_table,
         not_run_lines,
         ratio_table,
@@ -430,7 +432,7 @@ def _formats_given(args: argparse.Namespace) -> bool:
 
 def _stored(contenders: list[Contender], args: argparse.Namespace) -> list[Contender]:
     """Each contender once, and those of this library once for each `--state`."""
-    from .contenders import stored_as
+    from .contenders.registry import stored_as
 
     if not _formats_given(args):
         return contenders
@@ -460,10 +462,10 @@ def _plan_step(
     args: argparse.Namespace, settings: Settings
 ) -> tuple[list[tuple[Workload, list[Contender]]], dict[str, dict[str, str]]]:
     """Workloads with their contenders, and the contenders left out by default with the reason."""
-    from .contenders import is_reference, select
+    from .contenders.registry import is_reference, select
     from .environment import fastest_backend
-    from .step import SLOW_REFERENCE_PARAMETERS, require_memory
-    from .workloads import find_workload, read_shapes
+    from .timing.step import SLOW_REFERENCE_PARAMETERS, require_memory
+    from .timing.workloads import find_workload, read_shapes
 
     backend = fastest_backend(settings.device, settings.dtype)
     left_out: dict[str, dict[str, str]] = {}
@@ -510,9 +512,10 @@ def _run_train(args: argparse.Namespace) -> int:
     device = _prepare_machine(args)
     import torch
 
-    from . import plots, report
+    from . import report
     from .environment import describe, fastest_backend, machine_line
-    from .train import TrainSettings, run_train, select_optimizers, train_tables
+    from .pages import plots
+    from .timing.train import TrainSettings, run_train, select_optimizers, train_tables
 
     _check_outputs(args)
     if args.preset and args.model:
@@ -543,9 +546,11 @@ def _run_train(args: argparse.Namespace) -> int:
 
 def _run_roofline(args: argparse.Namespace) -> int:
     device = _prepare_machine(args)
-    from . import plots, report, roofline
+    from . import report
     from .environment import describe, machine_line
-    from .workloads import parse_count
+    from .pages import plots
+    from .timing import roofline
+    from .timing.workloads import parse_count
 
     _check_outputs(args)
     dtype = _find_dtype(args.dtype)
@@ -571,10 +576,11 @@ def _run_roofline(args: argparse.Namespace) -> int:
 def _run_ranks(args: argparse.Namespace) -> int:
     import torch
 
-    from . import plots, report
+    from . import report
     from .environment import describe, machine_line
-    from .projection import project, projection_table
-    from .ranks import SIDE, RanksSettings, ranks_table, run_ranks
+    from .pages import plots
+    from .timing.projection import project, projection_table
+    from .timing.ranks import SIDE, RanksSettings, ranks_table, run_ranks
 
     _check_outputs(args)
     environment = describe(torch.device("cpu"))
@@ -609,7 +615,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
 
 def _run_compare(args: argparse.Namespace) -> int:
     from . import report
-    from .compare import compare, comparison_table, environment_changes
+    from .timing.compare import compare, comparison_table, environment_changes
 
     old, new = report.read_json(args.old), report.read_json(args.new)
     comparison = compare(old, new, args.threshold, args.metric)

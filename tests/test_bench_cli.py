@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import TINY, failure, replace_contender, rows_by_name, run, run_step
-from ngn_bench import contenders, environment, measure, readme, roofline, step, workloads
-from ngn_bench.contenders import CONTENDERS
+from ngn_bench import environment
+from ngn_bench.contenders import registry
+from ngn_bench.contenders.registry import CONTENDERS
 from ngn_bench.errors import BenchError
+from ngn_bench.pages import readme
+from ngn_bench.timing import measure, roofline, step, workloads
 
 CHOSEN = "ngnmdv1:reference,adamw"
 
@@ -238,7 +241,7 @@ def test_default_contenders_are_all_measured_or_explained(
 
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Make these the only contenders there are."""
-    monkeypatch.setattr(contenders, "CONTENDERS", {name: CONTENDERS[name] for name in names})
+    monkeypatch.setattr(registry, "CONTENDERS", {name: CONTENDERS[name] for name in names})
 
 
 def test_step_without_options_writes_both_files(
@@ -517,7 +520,7 @@ def test_memory_is_estimated_before_allocating(
     message = failure(capsys, "step", "--workload", "gpt2", "--contenders", "ngnmdv1")
     assert "GiB" in message
     assert "Take a smaller workload" in message
-    monkeypatch.setattr("ngn_bench.train.memory_free", lambda device: 2**30)
+    monkeypatch.setattr("ngn_bench.timing.train.memory_free", lambda device: 2**30)
     message = failure(
         capsys, "train", "--model", "transformer++-70m", "--batch", "1", "--context", "64"
     )

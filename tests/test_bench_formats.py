@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import failure, replace_contender, rows_by_name, run, run_step
-from ngn_bench import cli, step, traffic
-from ngn_bench.check import check
-from ngn_bench.contenders import BASELINE, CONTENDERS, Contender, select, stored_as
+from ngn_bench import cli
+from ngn_bench.contenders import traffic
+from ngn_bench.contenders.check import check
+from ngn_bench.contenders.registry import BASELINE, CONTENDERS, Contender, select, stored_as
 from ngn_bench.errors import BenchError
-from ngn_bench.workloads import find_workload
+from ngn_bench.timing import step
+from ngn_bench.timing.workloads import find_workload
 
 BASE = CONTENDERS["ngnmdv1:reference"]
 CPU = torch.device("cpu")

@@ -470,7 +470,7 @@ DOCUMENTS = ("docs/stability.md", "docs/precision.md")
 
 def run_summary(args: argparse.Namespace) -> int:
     """`ngn-bench summary`."""
-    from ..readme import picture_source
+    from ..pages.readme import picture_source
     from . import figures, precision, summary
 
     folder = args.root / "bench" / "results" / "lab"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BenchError
-from ..plots import SOURCE_KEY
+from ..pages.plots import SOURCE_KEY
 from . import optimizers
 from .results import Results
 

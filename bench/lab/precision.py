@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ..contenders import CONTENDERS, stored_as
-from ..formats_study import study_table
+from ..contenders.registry import CONTENDERS, stored_as
 from ..report import Column, Table, markdown_table
 from . import figures
+from .formats_study import study_table
 from .results import Results
 from .summary import UNSURE, Kept, provenance
 from .train import RunSpec

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BenchError
-from ..plots import record_digest
+from ..pages.plots import record_digest
 from ..report import Column, Table, markdown_table
 from . import figures
 from .results import AT_BOUND, Results, bound_shares, grid_table, number, skipped_note

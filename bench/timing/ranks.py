@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import BenchError
-from .report import Column, Progress, Table, duration, size, spread_text
+from ..errors import BenchError
+from ..report import Column, Progress, Table, duration, size, spread_text
 
 SIDE = 32  # every rank holds matrices of 32 × 32, whatever the layout
 WARM_UP = 3

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .contenders import (
+from ..contenders.registry import (
     BASELINE,
     CONTENDERS,
     NGN_VARIANTS,
@@ -16,8 +16,8 @@ from .contenders import (
     is_reference,
     missing_package,
 )
-from .environment import backend_status
-from .report import Column, Table, duration, rows_of, size, spread_text, workload_names
+from ..environment import backend_status
+from ..report import Column, Table, duration, rows_of, size, spread_text, workload_names
 from .roofline import memory_speed
 from .workloads import count
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .contenders import BASELINE
-from .errors import BenchError
-from .report import INTERRUPTED_NOTE, Column, Table, duration, spread
+from ..contenders.registry import BASELINE
+from ..errors import BenchError
+from ..report import INTERRUPTED_NOTE, Column, Table, duration, spread
 
 THRESHOLD = 0.05
 KINDS = ("step", "train")

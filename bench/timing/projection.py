@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .report import Column, Table, duration
+from ..report import Column, Table, duration
 
 GPUS = tuple(8 * 2**k for k in range(12))
 PER_NODE = 8

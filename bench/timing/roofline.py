@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .environment import cache_bytes, memory_free
-from .errors import BenchError
+from ..contenders.traffic import stored_rules
+from ..environment import cache_bytes, memory_free
+from ..errors import BenchError
+from ..report import Column, Table, size
 from .measure import Clock, Lane, make_clock, measure, summarise
-from .report import Column, Table, size
-from .traffic import stored_rules
 
 KERNELS = ("read", "copy", "triad", "update")
 MEMORY_KERNELS = ("copy", "update")

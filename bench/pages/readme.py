@@ -2,7 +2,8 @@
 
 README's table, and the picture and tables of docs/speed.md, come from the stored reference run, the
 table of docs/ranks.md from a stored run of `ngn-bench ranks`, the docs' tables of traffic from the rules.
-`python -m ngn_bench.readme` rewrites them; `--check` changes nothing and exits with status 1 if it would.
+`python -m ngn_bench.pages.readme` rewrites them; `--check` changes nothing and exits with status 1
+if it would.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import plots, report
-from .contenders import BASELINE
-from .environment import machine_line
-from .errors import BenchError
-from .ranks import ranks_table
-from .report import (
+from .. import report
+from ..contenders.registry import BASELINE
+from ..contenders.traffic import PASSES, Passes, storage_of, stored
+from ..contenders.variants import NGN_VARIANTS, NGNVariant
+from ..environment import machine_line
+from ..errors import BenchError
+from ..report import (
     Column,
     Table,
     duration,
@@ -33,7 +35,8 @@ from .report import (
     spread_text,
     workload_names,
 )
-from .step_tables import (
+from ..timing.ranks import ranks_table
+from ..timing.step_tables import (
     bytes_text,
     headline_rows,
     memory_line,
@@ -43,8 +46,7 @@ from .step_tables import (
     workload_title,
     workloads_line,
 )
-from .traffic import PASSES, Passes, storage_of, stored
-from .variants import NGN_VARIANTS, NGNVariant
+from . import plots
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -340,7 +342,7 @@ def picture_source(path: Path) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ngn_bench.readme", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ngn_bench.pages.readme", description=__doc__)
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--json", type=Path, default=Path("bench/results/reference.json"))
     parser.add_argument(
@@ -364,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except BenchError as error:
-        print(f"ngn_bench.readme: {error}", file=sys.stderr)
+        print(f"ngn_bench.pages.readme: {error}", file=sys.stderr)
         return 2
 
 
@@ -396,7 +398,7 @@ def _run(args: argparse.Namespace) -> int:
         if picture_source(args.picture) != plots.record_digest(record):
             stale.append(f"{args.picture} does not match {args.json}")
         for line in stale:
-            print(f"{line}: run python -m ngn_bench.readme")
+            print(f"{line}: run python -m ngn_bench.pages.readme")
         return 1 if stale else 0
     for path, (_, wanted) in pages.items():
         path.write_text(wanted, encoding="utf-8")
