@@ -249,7 +249,7 @@ def test_step_without_options_writes_both_files(
 ) -> None:
     only(monkeypatch, "ngn:reference", "adamw:fused")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ngn_bench.cli.DEFAULT_WORKLOADS", ("many:2x4",))
+    monkeypatch.setattr("ngn_bench.commands.step.DEFAULT_WORKLOADS", ("many:2x4",))
     assert run(["step", "--seconds", "0.05", "--device", "cpu"]) == 0
     assert json.loads((tmp_path / "ngn-bench-step.json").read_text())["rows"]
     assert (tmp_path / "ngn-bench-step.png").stat().st_size > 10_000
@@ -261,8 +261,8 @@ def test_small_machine_takes_the_smaller_default(
     only(monkeypatch, "adamw:fused")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(step, "memory_free", lambda device: 2**27)
-    monkeypatch.setattr("ngn_bench.cli.DEFAULT_WORKLOADS", ("one:64M",))
-    monkeypatch.setattr("ngn_bench.cli.SMALL_MACHINE_WORKLOADS", ("many:2x4",))
+    monkeypatch.setattr("ngn_bench.commands.step.DEFAULT_WORKLOADS", ("one:64M",))
+    monkeypatch.setattr("ngn_bench.commands.step.SMALL_MACHINE_WORKLOADS", ("many:2x4",))
     assert run(["step", "--seconds", "0.05", "--device", "cpu"]) == 0
     record = json.loads((tmp_path / "ngn-bench-step.json").read_text())
     assert {row["workload"] for row in record["rows"]} == {"many:2x4"}
@@ -273,7 +273,7 @@ def test_cpu_table_preset(
 ) -> None:
     rules = ("ngnmdv1", "ngnm", "ngnmdv2", "ngn")
     table = (("many:3x5", (*rules, "ngnmdv1:plain", "momo-adam")), ("one:8K", rules))
-    monkeypatch.setattr("ngn_bench.cli.CPU_TABLE", table)
+    monkeypatch.setattr("ngn_bench.commands.step.CPU_TABLE", table)
     assert run(["step", "--preset", "cpu-table", "--seconds", "0.1", "--device", "cpu"]) == 0
     output = capsys.readouterr().out
     assert "Time of a step, relative to fused AdamW" in output
