@@ -75,8 +75,7 @@ def _interrupt_on_terminate() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     # Imported here, because they import torch, which reads the environment that `main` sets.
-    from .commands import compare, info, ranks, roofline, step, train
-    from .lab import cli as lab
+    from .commands import ablate, compare, info, ranks, roofline, step, summary, sweep, toy, train
 
     parser = argparse.ArgumentParser(
         prog="ngn-bench",
@@ -84,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (step, train, roofline, ranks, compare, info):
+    for command in (step, train, roofline, ranks, compare, info, toy, sweep, ablate, summary):
         command.add(commands)
-    lab.add_subcommands(commands)
     return parser

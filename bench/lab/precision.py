@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +19,10 @@ from . import figures
 from .formats_study import study_table
 from .results import Results
 from .summary import UNSURE, Kept, provenance
-from .train import RunSpec
+from .train import Run, RunSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INDEX = "precision.json"
 STUDY = "formats.json"
@@ -55,7 +58,7 @@ def by_format(sweep: Kept) -> dict[str, Results]:
     planned: dict[Options, dict[str, list[float]]] = {}
     for spec in sweep.wanted:
         planned.setdefault(spec.options, {}).setdefault(spec.optimizer, []).append(spec.lr)
-    runs: dict[Options, list[Any]] = {}
+    runs: dict[Options, list[Run]] = {}
     for run in sweep.runs:
         runs.setdefault(RunSpec.from_json(run["spec"]).options, []).append(run)
     return {
@@ -140,7 +143,7 @@ def grid_tables(sweep: Kept) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def figure(kept: Sequence[Kept]) -> Any:
+def figure(kept: Sequence[Kept]) -> Figure:
     """Final score against step size: a column per sweep, a row per optimizer, a line per format."""
     plt = figures.pyplot()
     columns = [(sweep, by_format(sweep)) for sweep in kept if sweep.runs]

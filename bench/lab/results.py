@@ -6,15 +6,12 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..report import Column, Table
 from . import optimizers
 from .paper import paper_scores
 from .tasks import Scale
-from .train import EARLY
-
-Run = dict[str, Any]
+from .train import EARLY, Run
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BenchError
 from ..pages.plots import record_digest
@@ -19,9 +19,11 @@ from ..report import Column, Table, markdown_table
 from . import figures
 from .results import AT_BOUND, Results, bound_shares, grid_table, number, skipped_note
 from .sweep import Record, require_one_problem
-from .train import EARLY, RunSpec
+from .train import EARLY, Run, RunSpec
 
-Run = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAMES = ("ngn-m", "sgdm", "momo", "ngn-mdv1", "adam", "momo-adam")
 PAIRS = (("ngn-m", "sgdm", "momo"), ("ngn-mdv1", "adam", "momo-adam"))
@@ -194,7 +196,7 @@ def bounds_table(kept: Sequence[Kept], shown: Sequence[tuple[str, Sequence[int]]
 PER_ROW = 3
 
 
-def summary_figure(kept: Sequence[Kept]) -> Any:
+def summary_figure(kept: Sequence[Kept]) -> Figure:
     """Final score against step size: two panels per task, one below the other, one per family."""
     plt = figures.pyplot()
     shown = [(sweep, results) for sweep in kept if (results := sweep.results) is not None]
@@ -268,7 +270,7 @@ def _means(results: Results, name: str) -> list[tuple[float, float | None]]:
     return [(lr, None if cell.diverged else cell.mean) for lr, cell in cells]
 
 
-def headline_figure(kept: Sequence[Kept]) -> Any:
+def headline_figure(kept: Sequence[Kept]) -> Figure:
     """README's picture: final score against step size of two optimizers, labelled at their lines."""
     plt = figures.pyplot()
     shown = _headline(kept)
@@ -287,7 +289,7 @@ def headline_figure(kept: Sequence[Kept]) -> Any:
     return figure
 
 
-def _headline_panel(axis: Any, results: Results, labels: Sequence[tuple[float, float]]) -> None:
+def _headline_panel(axis: Axes, results: Results, labels: Sequence[tuple[float, float]]) -> None:
     """Two lines with their names; marks at the edge for what diverged or lies beyond it."""
     accuracy = results.higher_is_better
     low, high = (0.0, 105.0) if accuracy else (5.0, 40.0)
@@ -370,7 +372,7 @@ def replaced(text: str, parts: dict[str, str], path: Path) -> str:
     return re.sub(r"<!-- lab:(\S+) -->\n.*?<!-- /lab:\1 -->", part, text, flags=re.DOTALL)
 
 
-def pictures(sweep: Kept) -> dict[str, Any]:
+def pictures(sweep: Kept) -> dict[str, Figure]:
     """The sweep's pictures that the docs show, by file name."""
     results = sweep.results
     if results is None:

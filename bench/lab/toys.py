@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from ..report import Column, Table
 from . import data, figures, optimizers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Function = Callable[[Tensor], tuple[float, Tensor]]
 """Value and gradient at a point."""
@@ -29,7 +32,7 @@ class Toy:
 
     note: str
     tables: list[Table]
-    figures: dict[str, Any]
+    figures: dict[str, Figure]
 
 
 @dataclass
@@ -196,7 +199,7 @@ def rosenbrock(data_dir: Path, iterations: int = 100_000) -> Toy:
 Runs = dict[tuple[str, float], Descent]
 
 
-def _rosenbrock_trajectories(runs: Runs, names: Sequence[str], lrs: Sequence[float]) -> Any:
+def _rosenbrock_trajectories(runs: Runs, names: Sequence[str], lrs: Sequence[float]) -> Figure:
     plt = figures.pyplot()
     xs, ys = np.meshgrid(np.linspace(-2.2, 2.2, 300), np.linspace(-1.2, 3.2, 300))
     levels = np.logspace(-1.5, 3.5, 16)
@@ -233,7 +236,7 @@ def _rosenbrock_trajectories(runs: Runs, names: Sequence[str], lrs: Sequence[flo
     return figure
 
 
-def _rosenbrock_losses(runs: Runs, names: Sequence[str], lrs: Sequence[float]) -> Any:
+def _rosenbrock_losses(runs: Runs, names: Sequence[str], lrs: Sequence[float]) -> Figure:
     plt = figures.pyplot()
     figure, axes = plt.subplots(1, len(names), figsize=(10, 3.6), sharey=True, layout="constrained")
     shades = plt.get_cmap("plasma")(np.linspace(0, 0.9, len(lrs)))
@@ -320,7 +323,7 @@ def _many_minima_figure(
     shares: dict[tuple[str, float], float],
     methods: Sequence[str],
     lrs: Sequence[float],
-) -> Any:
+) -> Figure:
     plt = figures.pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     grid = np.linspace(-20, 20, 4000)
