@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..report import Column, Table
+from ..report import Column, Table, columns
 from . import figures
 from .paper import BETA_ABLATION, BETAS
 from .results import Cell, Results, number, skipped_note
@@ -49,7 +49,7 @@ def _table(title: str, symbol: str, cells: Cells) -> Table:
 
 
 def _columns(symbol: str, values: Sequence[float]) -> list[Column]:
-    return [Column("lr"), *(Column(f"{symbol} = {value:g}") for value in values)]
+    return columns("lr", *(f"{symbol} = {value:g}" for value in values), text=())
 
 
 def _paper_tables(name: str) -> list[Table]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ngn_kernels.formats import FLOAT32, FORMATS, LARGEST, Format, noise, noise_key, quanta
 
-from ..report import Column, Table, print_table
+from ..report import Table, columns, print_table
 
 STEPS, ELEMENTS = 1500, 8192
 BETA1, EPS, LEARNING_RATE = 0.9, 1e-8, 1e-3
@@ -188,12 +188,13 @@ def study_table(record: Mapping[str, Any]) -> Table:
         [name, *(f"{text(q)} / {text(displacement)}" for q, displacement in errors)]
         for name, errors in record["errors"].items()
     ]
-    columns = [Column("stored as", right=False), *(Column(case) for case in record["cases"])]
     caption = (
         f"{record['steps']:,} steps, {record['elements']:,} elements; worst error of Q / error of "
         "the displacement, in per cent of what float32 state gives."
     )
-    return Table("Narrow state against float32 state", columns, rows, caption)
+    return Table(
+        "Narrow state against float32 state", columns("stored as", *record["cases"]), rows, caption
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
