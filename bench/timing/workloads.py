@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from . import models
-from .environment import first_line
-from .errors import BenchError, unknown_name
+from .. import models
+from ..environment import first_line
+from ..errors import BenchError, unknown_name
 
 Shape = tuple[int, ...]
 

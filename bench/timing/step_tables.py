@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .contenders import (
+from ..contenders.registry import (
     BASELINE,
     CONTENDERS,
     NGN_VARIANTS,
@@ -16,23 +16,24 @@ from .contenders import (
     is_reference,
     missing_package,
 )
-from .environment import backend_status
-from .report import Column, Table, duration, rows_of, size, spread_text, workload_names
+from ..environment import backend_status
+from ..report import Column, Table, columns, duration, rows_of, size, spread_text, workload_names
 from .roofline import memory_speed
 from .workloads import count
 
-COLUMNS = (
-    Column("contender", right=False),
-    Column("time/step"),
-    Column("±"),
-    Column("vs AdamW"),
-    Column("GB/s"),
-    Column("of memory"),
-    Column("B/param"),
-    Column("floor"),
-    Column("state"),
-    Column("extra"),
-    Column("checked", right=False),
+COLUMNS = columns(
+    "contender",
+    "time/step",
+    "±",
+    "vs AdamW",
+    "GB/s",
+    "of memory",
+    "B/param",
+    "floor",
+    "state",
+    "extra",
+    "checked",
+    text=(0, -1),
 )
 CAPTION = (
     "time/step: median of whole step() calls, contenders in turns; ±: half the distance between "
@@ -84,15 +85,15 @@ def step_tables(record: dict[str, Any]) -> list[Table]:
     """One table per workload."""
     tables = []
     device_time = any((row["time"] or {}).get("device_median") for row in record["rows"])
-    columns = list(COLUMNS)
+    headings = list(COLUMNS)
     if device_time:
-        columns.insert(2, Column("on device"))
+        headings.insert(2, Column("on device"))
     for workload in workload_names(record):
         rows = rows_of(record, workload)
         title = f"{workload_title(rows[0])}, {run_dtype(rows)} on {rows[0]['device']}"
         cells = [_cells(row, device_time) for row in rows]
         bold = next((i for i, row in enumerate(rows) if row["contender"] == BASELINE), None)
-        tables.append(Table(title, columns, cells, bold=bold))
+        tables.append(Table(title, headings, cells, bold=bold))
     if tables:
         tables[-1].caption = f"{CAPTION} {memory_line(record)}".strip()
     return tables
@@ -124,13 +125,7 @@ def _cells(row: dict[str, Any], device_time: bool) -> list[str]:
 
 def contender_table(device: torch.device) -> Table:
     """Every contender, what it moves and keeps, and whether it runs here."""
-    columns = [
-        Column("name", right=False),
-        Column("contender", right=False),
-        Column("B/param"),
-        Column("state"),
-        Column("here", right=False),
-    ]
+    headings = columns("name", "contender", "B/param", "state", "here", text=(0, 1, -1))
     status = backend_status(device)
     running = ", ".join(backend for backend, found in status.items() if found == "ok")
     cells = []
@@ -153,7 +148,7 @@ def contender_table(device: torch.device) -> Table:
         "of m and v, the rounding of parameters, and their type: ngnmdv1:cpu/8bit+bfloat16, "
         "ngnmdv1/bfloat16/exact@bfloat16."
     )
-    return Table(f"Contenders on {device}", columns, cells, " ".join([caption, *reasons]))
+    return Table(f"Contenders on {device}", headings, cells, " ".join([caption, *reasons]))
 
 
 def not_run_lines(record: dict[str, Any]) -> list[str]:
@@ -186,11 +181,7 @@ def ratio_table(record: dict[str, Any]) -> Table:
     """Contenders down, workloads across: each cell is the ratio to fused AdamW, whose own row has
     the times; and the bytes of state per parameter on the largest workload."""
     workloads = {name: rows_of(record, name) for name in workload_names(record)}
-    columns = [
-        Column("optimizer", right=False),
-        Column("state"),
-        *(Column(name) for name in workloads),
-    ]
+    headings = columns("optimizer", "state", *workloads)
     largest_first = sorted(workloads.values(), key=lambda rows: -rows[0]["parameters"])
     labels = {row["contender"]: row["label"] for rows in largest_first for row in rows}
     order = sorted(labels, key=lambda name: name != BASELINE)
@@ -208,7 +199,7 @@ def ratio_table(record: dict[str, Any]) -> Table:
         "row; all contenders of a workload took turns in one process. state: bytes per parameter "
         "that the optimizer keeps. " + workloads_line(record)
     )
-    return Table("Time of a step, relative to fused AdamW", columns, cells, caption, bold=0)
+    return Table("Time of a step, relative to fused AdamW", headings, cells, caption, bold=0)
 
 
 def _ratio_cell(row: dict[str, Any] | None) -> str:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import BenchError
-from .report import Column, Progress, Table, duration, size, spread_text
+from ..errors import BenchError
+from ..report import Progress, Table, columns, duration, size, spread_text
 
 SIDE = 32  # every rank holds matrices of 32 × 32, whatever the layout
 WARM_UP = 3
@@ -306,12 +306,10 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def ranks_table(record: dict[str, Any]) -> Table:
-    columns = (
-        Column("ranks"),
-        Column("layout", right=False),
-        Column("optimizer", right=False),
-        *map(Column, ("step()", "±", "fastest", "outside", "sent")),
-        *map(Column, ("vs AdamW", "vs alone", "same bits")),
+    headings = columns(
+        *("ranks", "layout", "optimizer", "step()", "±", "fastest", "outside", "sent"),
+        *("vs AdamW", "vs alone", "same bits"),
+        text=(1, 2),
     )
     words = {True: "yes", False: "NO", None: "–"}
     rows = [
@@ -333,4 +331,4 @@ def ranks_table(record: dict[str, Any]) -> Table:
     caption = CAPTION.format(
         tensors=record["tensors"], side=record["side"], threads=record["threads"]
     )
-    return Table("A step on many ranks (gloo, on this machine)", columns, rows, caption)
+    return Table("A step on many ranks (gloo, on this machine)", headings, rows, caption)

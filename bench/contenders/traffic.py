@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from ngn_kernels.formats import FLOAT32, FORMATS, SMALL, STATE_FORMATS, Storage
 from ngn_kernels.rules import Rule
 
-from .errors import unknown_name
+from ..errors import unknown_name
 from .variants import NGN_VARIANTS
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .report import Column, Table, duration
+from ..report import Table, columns, duration
 
 GPUS = tuple(8 * 2**k for k in range(12))
 PER_NODE = 8
@@ -69,15 +69,14 @@ def project() -> list[dict[str, Any]]:
 
 def projection_table(record: dict[str, Any]) -> Table:
     names = list(record["projection"][0]["shares"]["gather"])
-    columns = [Column("GPUs"), Column("gather"), Column("clip")]
-    columns += [Column(f"gather in {name}") for name in names]
-    columns += [Column(f"clip in {name}") for name in names]
+    shares = [f"{what} in {name}" for what in ("gather", "clip") for name in names]
     rows = [
         [f"{row['gpus']:,}", duration(row["gather"]), duration(row["clip"])]
         + [percent(row["shares"][what][name]) for what in ("gather", "clip") for name in names]
         for row in record["projection"]
     ]
-    return Table("PROJECTION: the exchange of a step on many GPUs", columns, rows, CAPTION)
+    headings = columns("GPUs", "gather", "clip", *shares, text=())
+    return Table("PROJECTION: the exchange of a step on many GPUs", headings, rows, CAPTION)
 
 
 def percent(share: float) -> str:

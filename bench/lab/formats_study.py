@@ -5,7 +5,7 @@ block of 64 elements their sizes spread over so many decades. Two numbers are to
 worst error of Q = Σ g²/D over all steps, and the error of the displacement of the whole run, whose
 step size is fixed so that Q's error is not counted twice.
 
-`python -m ngn_bench.formats_study` prints the table; `--keep` also writes the record that
+`python -m ngn_bench.lab.formats_study` prints the table; `--keep` also writes the record that
 docs/precision.md is made from.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ngn_kernels.formats import FLOAT32, FORMATS, LARGEST, Format, blocks_of, noise, noise_key
 
-from .report import Column, Table, print_table
+from ..report import Table, columns, print_table
 
 STEPS, ELEMENTS = 1500, 8192
 BETA1, EPS, LEARNING_RATE = 0.9, 1e-8, 1e-3
@@ -188,17 +188,18 @@ def study_table(record: Mapping[str, Any]) -> Table:
         [name, *(f"{text(q)} / {text(displacement)}" for q, displacement in errors)]
         for name, errors in record["errors"].items()
     ]
-    columns = [Column("stored as", right=False), *(Column(case) for case in record["cases"])]
     caption = (
         f"{record['steps']:,} steps, {record['elements']:,} elements; worst error of Q / error of "
         "the displacement, in per cent of what float32 state gives."
     )
-    return Table("Narrow state against float32 state", columns, rows, caption)
+    return Table(
+        "Narrow state against float32 state", columns("stored as", *record["cases"]), rows, caption
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the whole study, print it, and keep it if asked to."""
-    parser = argparse.ArgumentParser(prog="ngn_bench.formats_study", description=__doc__)
+    parser = argparse.ArgumentParser(prog="ngn_bench.lab.formats_study", description=__doc__)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="also write the record there")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the tensors are too small to share

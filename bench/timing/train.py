@@ -16,13 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import models
-from .check import Verdict, checked
-from .contenders import BASELINE, CONTENDERS, Contender, is_ngn, select
-from .environment import first_line, memory_free
-from .errors import BenchError, unknown_name
+from .. import models
+from ..contenders.check import Verdict, checked
+from ..contenders.registry import BASELINE, CONTENDERS, Contender, is_ngn, select
+from ..environment import first_line, memory_free
+from ..errors import BenchError, unknown_name
+from ..report import (
+    INTERRUPTED_NOTE,
+    Table,
+    columns,
+    duration,
+    rows_of,
+    spread_text,
+    workload_names,
+)
 from .measure import Clock, Lane, Summary, make_clock, measure, paired_ratio, summarise
-from .report import INTERRUPTED_NOTE, Column, Table, duration, rows_of, spread_text, workload_names
 from .workloads import count
 
 BATCHES = 64
@@ -379,16 +387,17 @@ def _run_task(
     return list(rows.values()), completed
 
 
-COLUMNS = (
-    Column("optimizer", right=False),
-    Column("time/iteration"),
-    Column("±"),
-    Column("vs AdamW"),
-    Column("time/update"),
-    Column("vs AdamW"),
-    Column("update's share"),
-    Column("loss, first → last"),
-    Column("checked", right=False),
+COLUMNS = columns(
+    "optimizer",
+    "time/iteration",
+    "±",
+    "vs AdamW",
+    "time/update",
+    "vs AdamW",
+    "update's share",
+    "loss, first → last",
+    "checked",
+    text=(0, -1),
 )
 
 

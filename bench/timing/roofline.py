@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .environment import cache_bytes, memory_free
-from .errors import BenchError
+from ..contenders.traffic import stored_rules
+from ..environment import cache_bytes, memory_free
+from ..errors import BenchError
+from ..report import Table, columns, size
 from .measure import Clock, Lane, make_clock, measure, summarise
-from .report import Column, Table, size
-from .traffic import stored_rules
 
 KERNELS = ("read", "copy", "triad", "update")
 MEMORY_KERNELS = ("copy", "update")
@@ -152,23 +152,16 @@ def run_roofline(
 
 def roofline_tables(record: dict[str, Any]) -> list[Table]:
     """Bandwidth by array size, and the floor of each rule, from the JSON record."""
-    columns = [Column("array"), *(Column(f"{kernel} GB/s") for kernel in KERNELS)]
+    headings = columns("array", *(f"{kernel} GB/s" for kernel in KERNELS), text=())
     rows = [
         [size(point["bytes"]), *(f"{point[kernel] / 1e9:.1f}" for kernel in KERNELS)]
         for point in record["sweep"]
     ]
-    tables = [Table("Memory bandwidth by array size", columns, rows)]
+    tables = [Table("Memory bandwidth by array size", headings, rows)]
     if not record["floors"]:
         return tables
     adamw = next(f["reduce"] + f["apply"] for f in record["floors"] if f["rule"] == "AdamW")
-    columns = [
-        Column("rule", right=False),
-        Column("B/param"),
-        Column("reduce"),
-        Column("apply"),
-        Column("ns/param"),
-        Column("vs AdamW"),
-    ]
+    headings = columns("rule", "B/param", "reduce", "apply", "ns/param", "vs AdamW")
     cells = []
     for floor in record["floors"]:
         total = floor["reduce"] + floor["apply"]
@@ -187,5 +180,5 @@ def roofline_tables(record: dict[str, Any]) -> list[Table]:
         "largest arrays, each in its fastest quarter. No step of a model that fits no cache can be "
         "much shorter."
     )
-    tables.append(Table(f"Shortest step, {record['dtype']}", columns, cells, caption))
+    tables.append(Table(f"Shortest step, {record['dtype']}", headings, cells, caption))
     return tables

@@ -1,4 +1,4 @@
-"""`python -m ngn_bench.triton_report`: what every kernel compiles to, for GPUs that need not be here.
+"""`python -m ngn_bench.gpu.triton_report`: what every kernel compiles to, for GPUs that need not be here.
 
 Compiling needs no driver and no GPU: the target is named, and what comes out is read.
 """
@@ -265,7 +265,9 @@ def short(dtype: torch.dtype) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m ngn_bench.triton_report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m ngn_bench.gpu.triton_report", description=__doc__
+    )
     parser.add_argument(
         "--target",
         action="append",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .contenders import BASELINE
-from .errors import BenchError
-from .report import INTERRUPTED_NOTE, Column, Table, duration, spread
+from ..contenders.registry import BASELINE
+from ..errors import BenchError
+from ..report import INTERRUPTED_NOTE, Table, columns, duration, spread
 
 THRESHOLD = 0.05
 KINDS = ("step", "train")
@@ -177,15 +177,9 @@ def environment_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def comparison_table(comparison: Comparison, metric: str) -> Table:
     show = duration if metric == "time" else (lambda ratio: f"{ratio:.2f}×")
-    columns = [
-        Column("workload", right=False),
-        Column("contender", right=False),
-        Column("old"),
-        Column("new"),
-        Column("change"),
-        Column("noise band"),
-        Column("", right=False),
-    ]
+    headings = columns(
+        "workload", "contender", "old", "new", "change", "noise band", "", text=(0, 1, -1)
+    )
     rows = [
         [
             change.workload,
@@ -198,4 +192,4 @@ def comparison_table(comparison: Comparison, metric: str) -> Table:
         ]
         for change in comparison.changes
     ]
-    return Table(f"Change of {metric} per step", columns, rows)
+    return Table(f"Change of {metric} per step", headings, rows)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ngn_bench.stub_kernels import counting_backend
+from ngn_bench.gpu.stub_kernels import counting_backend
 
 import ngn_kernels
 from ngn_kernels import backends

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .contenders import BASELINE, base_name, is_ngn, is_reference
-from .environment import machine_line
-from .errors import BenchError
-from .report import duration, rows_of, workload_names
-from .roofline import memory_speed
-from .step_tables import headline_rows, workload_title
+from ..contenders.registry import BASELINE, base_name, is_ngn, is_reference
+from ..environment import machine_line
+from ..errors import BenchError
+from ..report import duration, rows_of, workload_names
+from ..timing.roofline import memory_speed
+from ..timing.step_tables import headline_rows, workload_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Step times for pytest-benchmark: `pytest bench --benchmark-autosave`, later with
+"""Step times for pytest-benchmark: `pytest bench/suite --benchmark-autosave`, later with
 `--benchmark-compare --benchmark-compare-fail=median:10%`."""
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ngn_bench.check import check
-from ngn_bench.contenders import CONTENDERS, NGN_VARIANTS
+from ngn_bench.contenders.check import check
+from ngn_bench.contenders.registry import CONTENDERS, NGN_VARIANTS
 from ngn_bench.environment import backend_status
-from ngn_bench.workloads import find_workload
+from ngn_bench.timing.workloads import find_workload
 
 pytest.importorskip("pytest_benchmark")
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 import ngn_kernels
 from ngn_kernels.formats import ROUNDINGS
 
-from .environment import BACKENDS
-from .errors import BenchError, unknown_name
+from ..environment import BACKENDS
+from ..errors import BenchError, unknown_name
 from .plain_torch import PlainNGNMDv1
 from .traffic import PASSES, Passes, format_words, narrowed, storage_of, stored
 from .variants import NGN_VARIANTS, NGNVariant

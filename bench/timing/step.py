@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..contenders.check import Verdict, checked, try_once
+from ..contenders.registry import BASELINE, Contender
+from ..contenders.traffic import count_bytes
+from ..environment import cache_bytes, first_line, memory_free
+from ..errors import BenchError
+from ..report import INTERRUPTED_NOTE
 from . import roofline
-from .check import Verdict, checked, try_once
-from .contenders import BASELINE, Contender
-from .environment import cache_bytes, first_line, memory_free
-from .errors import BenchError
 from .measure import Clock, Lane, Summary, make_clock, measure, peak_extra_bytes, summarise
-from .report import INTERRUPTED_NOTE
-from .traffic import count_bytes
 from .workloads import Shape, Workload
 
 LOSS = 2.5

@@ -2,7 +2,8 @@
 
 README's table, and the picture and tables of docs/speed.md, come from the stored reference run, the
 table of docs/ranks.md from a stored run of `ngn-bench ranks`, the docs' tables of traffic from the rules.
-`python -m ngn_bench.readme` rewrites them; `--check` changes nothing and exits with status 1 if it would.
+`python -m ngn_bench.pages.readme` rewrites them; `--check` changes nothing and exits with status 1
+if it would.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import plots, report
-from .contenders import BASELINE
-from .environment import machine_line
-from .errors import BenchError
-from .ranks import ranks_table
-from .report import (
+from .. import report
+from ..contenders.registry import BASELINE
+from ..contenders.traffic import PASSES, Passes, storage_of, stored
+from ..contenders.variants import NGN_VARIANTS, NGNVariant
+from ..environment import machine_line
+from ..errors import BenchError
+from ..report import (
     Column,
     Table,
+    columns,
     duration,
     markdown_table,
     rows_of,
@@ -33,7 +36,8 @@ from .report import (
     spread_text,
     workload_names,
 )
-from .step_tables import (
+from ..timing.ranks import ranks_table
+from ..timing.step_tables import (
     bytes_text,
     headline_rows,
     memory_line,
@@ -43,8 +47,7 @@ from .step_tables import (
     workload_title,
     workloads_line,
 )
-from .traffic import PASSES, Passes, storage_of, stored
-from .variants import NGN_VARIANTS, NGNVariant
+from . import plots
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -66,16 +69,16 @@ def benchmark_section(record: dict[str, Any]) -> str:
     table = _ratios({**record, "rows": rows})
     titles = [workload_title(rows_of(record, name)[0]) for name in workload_names(record)]
     sizes = [title.partition(": ")[2].replace(" parameters", "") for title in titles]
-    columns = [*table.columns[:2], *map(Column, sizes)]
-    return f"{markdown_table(Table('', columns, table.rows))}\n{_measured(record)}\n"
+    headings = columns("optimizer", "bytes of state", *sizes)
+    return f"{markdown_table(Table('', headings, table.rows))}\n{_measured(record)}\n"
 
 
 def _ratios(record: dict[str, Any]) -> Table:
     """Contenders down, workloads across, the baseline in bold."""
     table = ratio_table(record)
-    columns = [table.columns[0], Column("bytes of state"), *table.columns[2:]]
+    headings = [table.columns[0], Column("bytes of state"), *table.columns[2:]]
     cells = [_bold(row) if i == table.bold else row for i, row in enumerate(table.rows)]
-    return Table("", columns, cells)
+    return Table("", headings, cells)
 
 
 def speed_section(record: dict[str, Any], picture: str, loops: dict[str, Any] | None = None) -> str:
@@ -149,16 +152,16 @@ def loops_sentence(record: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    columns = [
-        Column("optimizer", right=False),
-        Column("time per step"),
-        Column("±"),
-        Column("vs fused AdamW"),
-        Column("GB/s"),
-        Column("of memory"),
-        Column("bytes moved"),
-        Column("extra memory"),
-    ]
+    headings = columns(
+        "optimizer",
+        "time per step",
+        "±",
+        "vs fused AdamW",
+        "GB/s",
+        "of memory",
+        "bytes moved",
+        "extra memory",
+    )
     timed = sorted(headline_rows(rows), key=lambda row: row["time"]["median"])
     cells = []
     for row in timed:
@@ -173,19 +176,20 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             size(row["extra_bytes"] or 0),
         ]
         cells.append(_bold(line) if row["contender"] == BASELINE else line)
-    return Table("", columns, cells)
+    return Table("", headings, cells)
 
 
 def words_section() -> str:
     """What each rule moves, in words of one element."""
     adamw = PASSES["AdamW"].floor_bytes(torch.float32)
-    columns = [
-        Column("rule", right=False),
-        Column("reduce reads", right=False),
-        Column("apply reads and writes", right=False),
-        Column("words per parameter"),
-        Column(f"AdamW = {adamw // 4}"),
-    ]
+    headings = columns(
+        "rule",
+        "reduce reads",
+        "apply reads and writes",
+        "words per parameter",
+        f"AdamW = {adamw // 4}",
+        text=(0, 1, 2),
+    )
     cells = []
     for passes, variants in _rules_by_passes().items():
         rule = variants[0].rule
@@ -200,22 +204,16 @@ def words_section() -> str:
                 f"{total / adamw:.2f}",
             ]
         )
-    return markdown_table(Table("", columns, cells))
+    return markdown_table(Table("", headings, cells))
 
 
 def bytes_section() -> str:
     """What each rule moves, in bytes, beside an AdamW whose state is float32 as well; and what it
     moves with narrow state."""
     adamw = dataclasses.replace(PASSES["AdamW"], wide_state=True)
-    columns = [
-        Column("rule", right=False),
-        Column("fp32: reduce"),
-        Column("apply"),
-        Column("together"),
-        Column("vs AdamW"),
-        Column("bf16, fp32 state"),
-        Column("vs AdamW"),
-    ]
+    headings = columns(
+        "rule", "fp32: reduce", "apply", "together", "vs AdamW", "bf16, fp32 state", "vs AdamW"
+    )
     cells = []
     for passes, variants in _rules_by_passes().items():
         single, half = (passes.floor_bytes(t) for t in (torch.float32, torch.bfloat16))
@@ -230,7 +228,7 @@ def bytes_section() -> str:
                 f"{half / adamw.floor_bytes(torch.bfloat16):.2f}",
             ]
         )
-    return f"{markdown_table(Table('', columns, cells))}\n{_formats_table()}"
+    return f"{markdown_table(Table('', headings, cells))}\n{_formats_table()}"
 
 
 # `state=` and `rounding=` with the parameters' type, as columns.
@@ -245,11 +243,11 @@ SHOWN_FORMATS = (
 
 def _formats_table() -> str:
     """Bytes that a step moves, and that the state holds, per parameter, by rule and format."""
-    columns = [Column("rule: moved / state", right=False)]
+    headings = ["rule: moved / state"]
     for state, rounding, dtype in SHOWN_FORMATS:
         exact = ", exact" if rounding == "exact" else ""
         short = "fp32" if dtype == torch.float32 else "bf16"
-        columns.append(Column(f"{short}, state {state}{exact}"))
+        headings.append(f"{short}, state {state}{exact}")
     cells = []
     for passes, variants in _rules_by_passes().items():
         line = [_class_names(variants)]
@@ -258,7 +256,7 @@ def _formats_table() -> str:
             moved, held = narrow.floor_bytes(dtype), narrow.state_bytes(dtype)
             line.append(f"{bytes_text(moved)} / {bytes_text(held)}")
         cells.append(line)
-    return markdown_table(Table("", columns, cells))
+    return markdown_table(Table("", columns(*headings), cells))
 
 
 def _class_names(variants: Sequence[NGNVariant]) -> str:
@@ -340,7 +338,7 @@ def picture_source(path: Path) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ngn_bench.readme", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ngn_bench.pages.readme", description=__doc__)
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--json", type=Path, default=Path("bench/results/reference.json"))
     parser.add_argument(
@@ -364,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except BenchError as error:
-        print(f"ngn_bench.readme: {error}", file=sys.stderr)
+        print(f"ngn_bench.pages.readme: {error}", file=sys.stderr)
         return 2
 
 
@@ -396,7 +394,7 @@ def _run(args: argparse.Namespace) -> int:
         if picture_source(args.picture) != plots.record_digest(record):
             stale.append(f"{args.picture} does not match {args.json}")
         for line in stale:
-            print(f"{line}: run python -m ngn_bench.readme")
+            print(f"{line}: run python -m ngn_bench.pages.readme")
         return 1 if stale else 0
     for path, (_, wanted) in pages.items():
         path.write_text(wanted, encoding="utf-8")

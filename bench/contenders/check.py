@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ngn_kernels.checkpoint import plain_state
 
-from .contenders import Contender
-from .environment import first_line
+from ..environment import first_line
+from .registry import Contender
 
 # Below, at odd sizes around, and far above what a kernel's vector, block and chunk hold.
 SHAPES = ((3,), (17, 5), (1,), (64, 33), (4099,), (40_009,))
