@@ -77,7 +77,7 @@ bench: $(BUILT)
 	$(BIN)/ngn-bench step --json build/bench.json --plot build/bench.png
 
 bench-suite: $(BUILT)
-	$(BIN)/python -m pytest -q bench --benchmark-only
+	$(BIN)/python -m pytest -q bench/suite --benchmark-only
 
 # The first run compiles what DeepSpeed brings as source, which is no part of a step.
 reference: $(RIVALS)/.built
@@ -88,13 +88,13 @@ reference: $(RIVALS)/.built
 	$(RIVALS)/bin/python -m ngn_bench train --preset loops --threads 2 \
 		--json bench/results/loops.json
 	$(BIN)/python -m ngn_bench ranks --ranks 1,2 --json bench/results/ranks.json
-	$(BIN)/python -m ngn_bench.readme
+	$(BIN)/python -m ngn_bench.pages.readme
 
 readme: $(BUILT)
-	$(BIN)/python -m ngn_bench.readme
+	$(BIN)/python -m ngn_bench.pages.readme
 
 readme-check: $(BUILT)
-	$(BIN)/python -m ngn_bench.readme --check
+	$(BIN)/python -m ngn_bench.pages.readme --check
 
 sanitize: $(BUILT)
 	BIN=$(abspath $(BIN)) sh tests/sanitize.sh

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+INTERRUPTED = 130  # the exit status of a run that Ctrl-C ends
+
 
 class BenchError(Exception):
     """A request that cannot be met; the message says what to do instead."""

@@ -68,6 +68,14 @@ class Column:
     right: bool = True
 
 
+def columns(*headings: str, text: Sequence[int] = (0,)) -> list[Column]:
+    """Columns of numbers, but for those at the places `text`."""
+    made = [Column(heading) for heading in headings]
+    for place in text:
+        made[place] = Column(headings[place], right=False)
+    return made
+
+
 @dataclasses.dataclass
 class Table:
     """A titled table; the row of the index `bold` stands out."""

@@ -13,8 +13,7 @@ from torch import Tensor
 from .distributed.dtensors import is_sharded, local
 from .formats import REMAINDER, Format, Storage, rounding_of, scale_key
 from .options import check_group
-from .rules import RULES
-from .state import (
+from .planning.state import (
     STATE_KEYS,
     check_state,
     check_storage,
@@ -25,6 +24,7 @@ from .state import (
     storage_of,
     wanted_format,
 )
+from .rules import RULES
 
 SAVED = "ngn"  # in a saved group: what belongs to the whole optimizer
 

@@ -30,9 +30,10 @@ from .options import (
     require,
     usable_lr,
 )
-from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, misplaced
+from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misplaced
+from .planning.rows import Participant
+from .planning.tables import DeviceTables, GroupValues
 from .rules import RULES, Rule
-from .tables import DeviceTables, GroupValues
 
 WARNINGS = {
     Reason.AMP_OVERFLOW: "the gradient scaler found an overflow; the step was skipped",
@@ -323,7 +324,7 @@ class NGNOptimizer(Optimizer):
             plan.apply()
             plan.finish()
             self._home = plan.home
-            self._warn_of(plan.home.report.unheard_reason())
+            self._warn_of(plan.home.report.poll_skip_reason())
             return given
 
     def _exchange(self) -> Exchange | Alone:
@@ -395,7 +396,7 @@ class NGNOptimizer(Optimizer):
             and (plan.rule is self.rule or plan.rule == self.rule)
             and plan.clipping == (self._max_grad_norm is not None)
             and plan.is_of(exchange.group)
-            and plan.look(self.param_groups, self.state)
+            and plan.check(self.param_groups, self.state)
         )
         return plan if fits else None
 
@@ -446,14 +447,16 @@ class NGNOptimizer(Optimizer):
                 param.grad is not None or (known is None and "step" in self.state.get(param, ()))
             ):
                 label = self._label(group, place)
-                yield Participant(param, group, label, self._ranks.copies(param, label), number)
+                yield Participant(
+                    param, group, label, self._ranks.replicas_of(param, label), number
+                )
 
     def _make_plan(self, draft: Draft, exchange: Exchange | Alone) -> Plan:
         tables = partial(self._tables_of, alone=exchange is ALONE)
         clipping = self._max_grad_norm is not None
         groups, group = self.param_groups, exchange.group
         plan = make_plan(draft, groups, self.state, self.rule, clipping, tables, group)
-        if not plan.look(groups, self.state):
+        if not plan.check(groups, self.state):
             raise RuntimeError("a tensor was replaced while the step was being planned")
         return plan
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .layout import Count, GroupColumn, Input, Reason
+from .planning.tables import Inputs, Report
 from .rules import Rule
-from .tables import Inputs, Report
 
 
 class Shrink(NamedTuple):

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from ngn_bench import roofline
 from ngn_bench.cli import main
-from ngn_bench.contenders import CONTENDERS
+from ngn_bench.contenders.registry import CONTENDERS
+from ngn_bench.timing import roofline
 
 CPU = torch.device("cpu")
 TINY = ["--workload", "many:3x5", "--seconds", "0.05", "--device", "cpu"]

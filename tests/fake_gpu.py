@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ngn_bench.stub_kernels import counting_backend
+from ngn_bench.gpu.stub_kernels import counting_backend
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -23,6 +23,10 @@ n.NGNMDv1([x], backend="BACKEND").step(loss=1.0); assert (x < 1).all(); print("w
 
 "$BIN/python" -m build --outdir "$work/dist" . >"$work/build.log" 2>&1 || { tail -30 "$work/build.log"; exit 1; }
 ls "$work/dist"
+if "$BIN/python" -m zipfile -l "$work"/dist/*.whl | grep -E "test_|results/|\.png"; then
+  echo "the wheel contains tests, results or pictures"
+  exit 1
+fi
 fresh wheel
 "$work/wheel/bin/pip" install --quiet --no-deps "$work"/dist/*.whl
 (cd "$work" && wheel/bin/python -c "$(echo "$try" | sed s/BACKEND/cpu/)" && wheel/bin/python -m ngn_kernels)

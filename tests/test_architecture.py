@@ -14,38 +14,19 @@ import pytest
 from algorithms import ALGORITHMS
 
 import ngn_kernels
-from ngn_kernels import tables
 from ngn_kernels.backends import availability
 from ngn_kernels.layout import Column, GroupColumn
+from ngn_kernels.planning import tables
 from ngn_kernels.rules import RULES
 
 PACKAGE = Path(ngn_kernels.__file__).parent
 # A module may import from earlier layers, and from its own. A package stands for its modules, unless
 # one of them has a layer of its own.
 LAYERS = (
-    *(
-        "version",
-        "layout",
-        "messages",
-        "rules",
-        "options",
-        "formats",
-        "distributed.dtensors",
-        "backwards",
-    ),
-    *(
-        "loss",
-        "checks",
-        "state",
-        "checkpoint",
-        "signature",
-        "transfer",
-        "tables",
-        "step_size",
-        "plan",
-    ),
-    *("distributed", "backends", "hooks", "optimizer", "optimizers", "trainers", "__init__"),
-    *("doctor", "__main__"),
+    *("version", "layout", "messages", "rules", "options", "formats", "distributed.dtensors"),
+    *("backwards", "loss", "planning.checks", "planning.state", "checkpoint", "planning.signature"),
+    *("planning.transfer", "planning.tables", "step_size", "planning", "distributed", "backends"),
+    *("hooks", "optimizer", "optimizers", "trainers", "__init__", "doctor", "__main__"),
 )
 
 

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import TINY, failure, replace_contender, rows_by_name, run, run_step
-from ngn_bench import contenders, environment, measure, readme, roofline, step, workloads
-from ngn_bench.contenders import CONTENDERS
+from ngn_bench import environment
+from ngn_bench.contenders import registry
+from ngn_bench.contenders.registry import CONTENDERS
 from ngn_bench.errors import BenchError
+from ngn_bench.pages import readme
+from ngn_bench.timing import measure, roofline, step, workloads
 
 CHOSEN = "ngnmdv1:reference,adamw"
 
@@ -238,7 +241,7 @@ def test_default_contenders_are_all_measured_or_explained(
 
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Make these the only contenders there are."""
-    monkeypatch.setattr(contenders, "CONTENDERS", {name: CONTENDERS[name] for name in names})
+    monkeypatch.setattr(registry, "CONTENDERS", {name: CONTENDERS[name] for name in names})
 
 
 def test_step_without_options_writes_both_files(
@@ -246,7 +249,7 @@ def test_step_without_options_writes_both_files(
 ) -> None:
     only(monkeypatch, "ngn:reference", "adamw:fused")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ngn_bench.cli.DEFAULT_WORKLOADS", ("many:2x4",))
+    monkeypatch.setattr("ngn_bench.commands.step.DEFAULT_WORKLOADS", ("many:2x4",))
     assert run(["step", "--seconds", "0.05", "--device", "cpu"]) == 0
     assert json.loads((tmp_path / "ngn-bench-step.json").read_text())["rows"]
     assert (tmp_path / "ngn-bench-step.png").stat().st_size > 10_000
@@ -258,8 +261,8 @@ def test_small_machine_takes_the_smaller_default(
     only(monkeypatch, "adamw:fused")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(step, "memory_free", lambda device: 2**27)
-    monkeypatch.setattr("ngn_bench.cli.DEFAULT_WORKLOADS", ("one:64M",))
-    monkeypatch.setattr("ngn_bench.cli.SMALL_MACHINE_WORKLOADS", ("many:2x4",))
+    monkeypatch.setattr("ngn_bench.commands.step.DEFAULT_WORKLOADS", ("one:64M",))
+    monkeypatch.setattr("ngn_bench.commands.step.SMALL_MACHINE_WORKLOADS", ("many:2x4",))
     assert run(["step", "--seconds", "0.05", "--device", "cpu"]) == 0
     record = json.loads((tmp_path / "ngn-bench-step.json").read_text())
     assert {row["workload"] for row in record["rows"]} == {"many:2x4"}
@@ -270,7 +273,7 @@ def test_cpu_table_preset(
 ) -> None:
     rules = ("ngnmdv1", "ngnm", "ngnmdv2", "ngn")
     table = (("many:3x5", (*rules, "ngnmdv1:plain", "momo-adam")), ("one:8K", rules))
-    monkeypatch.setattr("ngn_bench.cli.CPU_TABLE", table)
+    monkeypatch.setattr("ngn_bench.commands.step.CPU_TABLE", table)
     assert run(["step", "--preset", "cpu-table", "--seconds", "0.1", "--device", "cpu"]) == 0
     output = capsys.readouterr().out
     assert "Time of a step, relative to fused AdamW" in output
@@ -517,7 +520,7 @@ def test_memory_is_estimated_before_allocating(
     message = failure(capsys, "step", "--workload", "gpt2", "--contenders", "ngnmdv1")
     assert "GiB" in message
     assert "Take a smaller workload" in message
-    monkeypatch.setattr("ngn_bench.train.memory_free", lambda device: 2**30)
+    monkeypatch.setattr("ngn_bench.timing.train.memory_free", lambda device: 2**30)
     message = failure(
         capsys, "train", "--model", "transformer++-70m", "--batch", "1", "--context", "64"
     )

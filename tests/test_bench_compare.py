@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bench_runs import failure, run, run_step, write
-from ngn_bench import plots, readme
+from ngn_bench.pages import plots, readme
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import failure, replace_contender, rows_by_name, run, run_step
-from ngn_bench import cli, step, traffic
-from ngn_bench.check import check
-from ngn_bench.contenders import BASELINE, CONTENDERS, Contender, select, stored_as
+from ngn_bench import cli
+from ngn_bench.commands.step import CPU_TABLE
+from ngn_bench.contenders import traffic
+from ngn_bench.contenders.check import check
+from ngn_bench.contenders.registry import BASELINE, CONTENDERS, Contender, select, stored_as
 from ngn_bench.errors import BenchError
-from ngn_bench.workloads import find_workload
+from ngn_bench.timing import step
+from ngn_bench.timing.workloads import find_workload
 
 BASE = CONTENDERS["ngnmdv1:reference"]
 CPU = torch.device("cpu")
@@ -192,10 +195,10 @@ def test_the_table_has_every_rule_and_format() -> None:
     for rule in ("ngnmdv1", "ngnmdv2"):
         wanted |= {f"{rule}:cpu{form}" for form in ("", "/bfloat16", "/8bit+bfloat16", "/8bit")}
     wanted |= {f"ngnm:cpu{form}" for form in ("", "/bfloat16", "/8bit")}
-    for workload, names in cli.CPU_TABLE:
+    for workload, names in CPU_TABLE:
         chosen = {contender.name for contender in select(names, "cpu")}
         assert wanted <= chosen, workload
-    largest = {contender.name for contender in select(cli.CPU_TABLE[0][1], "cpu")}
+    largest = {contender.name for contender in select(CPU_TABLE[0][1], "cpu")}
     rivals = {name for name, contender in CONTENDERS.items() if contender.rival}
     assert len(rivals) == 3
     assert largest == wanted | rivals | {"ngnmdv1:plain", "momo-adam"}

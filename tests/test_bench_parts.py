@@ -16,13 +16,24 @@ import pytest
 import torch
 from algorithms import ALGORITHMS, EVERY, Algorithm
 from bench_runs import CPU
-from ngn_bench import check, environment, measure, report, step, step_tables, traffic
-from ngn_bench.contenders import CONTENDERS
-from ngn_bench.measure import Lane, Timing
-from ngn_bench.variants import NGN_VARIANTS
-from ngn_bench.workloads import find_workload
+from ngn_bench import environment, report
+from ngn_bench.contenders import check, traffic
+from ngn_bench.contenders.registry import CONTENDERS
+from ngn_bench.contenders.variants import NGN_VARIANTS
+from ngn_bench.timing import measure, step, step_tables
+from ngn_bench.timing.measure import Lane, Timing
+from ngn_bench.timing.workloads import find_workload
 
 from ngn_kernels.rules import RULES
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_folder_of_the_package_is_installed() -> None:
+    """setuptools installs the folders that pyproject.toml lists, and no others."""
+    folders = {path.parent.name for path in ROOT.glob("bench/*/__init__.py")}
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert set(re.findall(r'"ngn_bench\.(\w+)"', text)) == folders
 
 
 class CountingClock:

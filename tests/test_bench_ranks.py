@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from bench_runs import failure, run
-from ngn_bench import projection, ranks, readme
+from ngn_bench.pages import readme
+from ngn_bench.timing import projection, ranks
 
 TINY = ["--tensors", "3", "--seconds", "0.05"]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from bench_runs import CPU, rows_by_name, run, run_step
-from ngn_bench import check, step
-from ngn_bench.contenders import CONTENDERS, select
+from ngn_bench.contenders import check
+from ngn_bench.contenders.registry import CONTENDERS, select
+from ngn_bench.timing import step
 from torch.testing._internal.two_tensor import TwoTensor
 
 RIVALS = {

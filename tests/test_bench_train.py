@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import CPU, failure, replace_contender, rows_by_name, run
-from ngn_bench.contenders import CONTENDERS
+from ngn_bench.contenders.registry import CONTENDERS
 
 
 @pytest.mark.parametrize("clip", [None, "1.0"])
@@ -81,7 +81,7 @@ def test_train_shows_no_time_of_a_wrong_answer(
 def test_a_loop_that_stops_in_its_first_block_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    from ngn_bench import train as module
+    from ngn_bench.timing import train as module
 
     iterate, calls = module.Loop.iterate, []
 
@@ -104,7 +104,7 @@ def test_a_loop_that_stops_in_its_first_block_leaves_the_others(
 def test_all_tasks_are_looked_at_before_the_first_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ngn_bench.train.make_task", lambda *_: pytest.fail("too early"))
+    monkeypatch.setattr("ngn_bench.timing.train.make_task", lambda *_: pytest.fail("too early"))
     assert "Did you mean 'resnet20'?" in failure(capsys, "train", "--model", "mlp,resnet21")
     missing = str(tmp_path / "none.txt")
     arguments = ["train", "--model", "small-transformer", "--text", missing]
@@ -116,7 +116,7 @@ def test_all_tasks_are_looked_at_before_the_first_is_trained(
 
 
 def test_training_memory_counts_optimizers_and_activations() -> None:
-    from ngn_bench import train as module
+    from ngn_bench.timing import train as module
 
     settings = module.TrainSettings(CPU, 1.0)
     both = [CONTENDERS["adamw:fused"], CONTENDERS["sgd:fused"]]
@@ -130,7 +130,7 @@ def test_training_memory_counts_optimizers_and_activations() -> None:
 
 
 def test_a_batch_that_was_left_open_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngn_bench import train as module
+    from ngn_bench.timing import train as module
 
     adamw = [CONTENDERS["adamw:fused"]]
     settings = module.TrainSettings(CPU, 1.0)
@@ -149,7 +149,7 @@ def test_train_on_images(tmp_path: Path) -> None:
 
 
 def test_train_sizes_the_batch_to_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngn_bench import train
+    from ngn_bench.timing import train
 
     settings = train.TrainSettings(CPU, 1.0)
     monkeypatch.setattr(train, "_matmul_speed", lambda settings: 1e11)

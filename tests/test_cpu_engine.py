@@ -19,9 +19,9 @@ from torch import Tensor
 import ngn_kernels
 from ngn_kernels.backends import availability
 from ngn_kernels.layout import Column, DType, Rounding
-from ngn_kernels.plan import Bucket, BucketKey, Participant, Row
+from ngn_kernels.planning.rows import Bucket, BucketKey, Participant, Row
+from ngn_kernels.planning.state import init_state
 from ngn_kernels.rules import RULES
-from ngn_kernels.state import init_state
 
 pytestmark = pytest.mark.skipif(
     availability()["cpu"] is not None, reason="the C++ extension is not built"
@@ -224,7 +224,7 @@ def make_bucket(param: Tensor, grad: Tensor) -> tuple[Bucket, Row]:
     rule = RULES["NGN"]
     state: dict[str, Tensor] = {}
     init_state(state, param, rule)
-    row = Row(Participant(param, 0, "parameter 0", copies=1), state, rule)
+    row = Row(Participant(param, 0, "parameter 0", replicas=1), state, rule)
     key = BucketKey(param.device, param.dtype, grad.dtype, torch.float32, torch.float32)
     bucket = Bucket(key, [row], None)
     bucket.table[Column.G] = [grad.data_ptr()]

@@ -13,8 +13,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from ngn_bench.cli import main
+from ngn_bench.commands.runs import seeds, selected, step_sizes
 from ngn_bench.errors import BenchError
-from ngn_bench.lab import cli
 
 from ngn_kernels.formats import ROUNDINGS
 
@@ -222,22 +222,22 @@ def test_ablate_needs_to_know_what(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_step_sizes_and_seeds() -> None:
-    assert cli.step_sizes("1e-3:1e2") == [1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0]
-    assert cli.step_sizes("1e-2:1:2") == [0.01, 0.0316, 0.1, 0.316, 1.0]
-    assert cli.step_sizes("1e-3:0.5") == [1e-3, 1e-2, 1e-1]
-    assert cli.step_sizes("1e-2:0.316:2") == [0.01, 0.0316, 0.1, 0.316]
-    assert cli.step_sizes("3,1") == [1.0, 3.0]
-    assert cli.seeds("3") == [0, 1, 2]
-    assert cli.seeds("4,7") == [4, 7]
+    assert step_sizes("1e-3:1e2") == [1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0]
+    assert step_sizes("1e-2:1:2") == [0.01, 0.0316, 0.1, 0.316, 1.0]
+    assert step_sizes("1e-3:0.5") == [1e-3, 1e-2, 1e-1]
+    assert step_sizes("1e-2:0.316:2") == [0.01, 0.0316, 0.1, 0.316]
+    assert step_sizes("3,1") == [1.0, 3.0]
+    assert seeds("3") == [0, 1, 2]
+    assert seeds("4,7") == [4, 7]
 
 
 def test_what_is_not_installed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     from ngn_bench.lab import optimizers
 
     monkeypatch.setattr(optimizers.Entry, "installed", lambda entry: entry.module is None)
-    names, missing = cli.selected("ngn-m,momo,lion")
+    names, missing = selected("ngn-m,momo,lion")
     assert names == ["ngn-m"]
     assert "pip install momo-opt" in missing[0]
     assert "pip install pytorch_optimizer" in missing[1]
     with pytest.raises(BenchError, match="none of these optimizers"):
-        cli.selected("momo")
+        selected("momo")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ngn_bench import formats_study
-from ngn_bench.formats_study import OFFERED, REFUSED, Case, reach, study, study_table
+from ngn_bench.lab import formats_study
+from ngn_bench.lab.formats_study import OFFERED, REFUSED, Case, reach, study, study_table
 
 CASES = (Case(0.999, 2), Case(0.95, 2))
 TARGETS = {

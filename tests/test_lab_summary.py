@@ -12,8 +12,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 from ngn_bench.cli import main
+from ngn_bench.commands.sweep import planned
 from ngn_bench.errors import BenchError
-from ngn_bench.lab import cli, summary, train
+from ngn_bench.lab import summary, train
 from ngn_bench.lab.results import Results, bound_shares
 from ngn_bench.lab.sweep import Record, sweep
 from ngn_bench.lab.train import Machine, RunSpec
@@ -49,7 +50,7 @@ PARTIAL = [
 
 
 def rows(lab: Path) -> dict[str, list[str]]:
-    table = summary.summary_table(summary.load(lab, cli.planned))
+    table = summary.summary_table(summary.load(lab, planned))
     return {row[1]: list(row[2:]) for row in table.rows}
 
 
@@ -94,10 +95,10 @@ def test_the_missing_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_skipped_steps_are_explained(tmp_path: Path) -> None:
     runs = scores("ngn-m", {0.1: 97.0, 1.0: 98.0})
     runs[1]["skipped_steps"] = 12
-    kept = summary.load(repository(tmp_path, runs), cli.planned)
+    kept = summary.load(repository(tmp_path, runs), planned)
     text = summary.sections(kept)["one"]
     assert "98.00 †" in text and "†: the optimizer skipped steps as not finite, 12 in all." in text
-    plain = summary.load(repository(tmp_path / "plain", PARTIAL), cli.planned)
+    plain = summary.load(repository(tmp_path / "plain", PARTIAL), planned)
     assert "†" not in summary.sections(plain)["one"]
 
 
@@ -160,7 +161,7 @@ SWEEP = (
 
 def test_kept_runs_are_the_start_of_a_resumed_sweep(tmp_path: Path) -> None:
     lab = repository(tmp_path, [], [SWEEP])
-    specs = cli.planned(SWEEP)
+    specs = planned(SWEEP)
     source = Record(tmp_path / "source" / "runs.jsonl")
     sweep([s for s in specs if s.lr == 10], source, Machine())
     assert main(["summary", "--root", str(tmp_path), "--keep", str(tmp_path / "source")]) == 0

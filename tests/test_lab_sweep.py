@@ -154,7 +154,7 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     lrs = "0.01,0.1,1,10,100,1000"
     arguments = ["sweep", "--optimizers", "ngn-m,sgdm,ngn", "--lr", lrs, "--seeds", "2"]
     arguments += ["--scale", "steps=0.3", "--processes", "1", "--out", str(out)]
-    command = [sys.executable, "-m", "ngn_bench.lab", *arguments]
+    command = [sys.executable, "-m", "ngn_bench", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     path = out / "runs.jsonl"
     deadline = time.monotonic() + 120
@@ -191,7 +191,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into Linux's /proc")
 def test_workers_do_not_outlive_a_killed_sweep(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ngn_bench.lab", "sweep", "--optimizers", "ngn-m,sgdm"]
+    command = [sys.executable, "-m", "ngn_bench", "sweep", "--optimizers", "ngn-m,sgdm"]
     command += ["--processes", "2", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     path = tmp_path / "runs.jsonl"

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ngn_kernels import optimizer as module
-from ngn_kernels import signature
-from ngn_kernels.plan import Draft
+from ngn_kernels.planning import signature
+from ngn_kernels.planning.plan import Draft
 
 GROWS = pytest.mark.skipif(
     signature.NativeSignature is None or not hasattr(Tensor, "__dlpack_c_exchange_api__"),

@@ -12,8 +12,8 @@ from helpers import fresh, params_of, random_gradients
 from pair import Pair
 from torch.nn import Parameter
 
-from ngn_kernels import signature
-from ngn_kernels.signature import PythonSignature
+from ngn_kernels.planning import signature
+from ngn_kernels.planning.signature import PythonSignature
 
 ATTRIBUTE = "__dlpack_c_exchange_api__"
 

@@ -41,7 +41,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from ngn_bench.triton_report import STORAGE, narrow_variants, variants
+from ngn_bench.gpu.triton_report import STORAGE, narrow_variants, variants
 from ptxsim import DataRace, Kernel, SimulatedGPU, launch
 from ptxsim.backend import SimulatedBackend
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..report import Column, Table
+from ..report import Column, Table, columns
 from . import figures
 from .paper import BETA_ABLATION, BETAS
 from .results import Cell, Results, number, skipped_note
+from .train import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BETA_OPTIMIZERS = "ngn-mdv1,adam"
 DECAY_OPTIMIZERS = "adamw,momo-adam,dec-ngn-mdv1,ngn-mdv1w"
 FIXED_BETA1, FIXED_BETA2 = 0.9, 0.95
 
-Run = dict[str, Any]
 Cells = dict[tuple[float, float], Cell]
 """By step size and the value under study."""
 
@@ -46,7 +49,7 @@ def _table(title: str, symbol: str, cells: Cells) -> Table:
 
 
 def _columns(symbol: str, values: Sequence[float]) -> list[Column]:
-    return [Column("lr"), *(Column(f"{symbol} = {value:g}") for value in values)]
+    return columns("lr", *(f"{symbol} = {value:g}" for value in values), text=())
 
 
 def _paper_tables(name: str) -> list[Table]:
@@ -64,7 +67,7 @@ def _paper_tables(name: str) -> list[Table]:
     ]
 
 
-def betas(runs: Sequence[Run]) -> tuple[list[Table], dict[str, Any]]:
+def betas(runs: Sequence[Run]) -> tuple[list[Table], dict[str, Figure]]:
     """One table and one heat map per optimizer and beta, and the paper's tables after ours."""
     panels: list[tuple[str, str, Cells]] = []
     for name in Results(runs).cells:
@@ -83,7 +86,7 @@ def betas(runs: Sequence[Run]) -> tuple[list[Table], dict[str, Any]]:
     return tables, {"betas": _heat_maps(panels, task, metric)}
 
 
-def _heat_maps(panels: Sequence[tuple[str, str, Cells]], task: str, metric: str) -> Any:
+def _heat_maps(panels: Sequence[tuple[str, str, Cells]], task: str, metric: str) -> Figure:
     plt = figures.pyplot()
     rows = math.ceil(len(panels) / 2)
     figure, axes = plt.subplots(
@@ -127,7 +130,7 @@ def _badness(cell: Cell, metric: str) -> float:
     return math.log10(max(100.05 - cell.mean, 0.05) if metric == "accuracy" else cell.mean)
 
 
-def weight_decay(runs: Sequence[Run]) -> tuple[list[Table], dict[str, Any]]:
+def weight_decay(runs: Sequence[Run]) -> tuple[list[Table], dict[str, Figure]]:
     """One table per optimizer; one panel per λ with a line per optimizer."""
     task, metric = runs[0]["spec"]["task"], runs[0]["metric"]
     tables = []

@@ -6,14 +6,20 @@ import io
 import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import BenchError
-from ..plots import SOURCE_KEY
+from ..pages.plots import SOURCE_KEY
 from . import optimizers
 from .results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
 
 COLOURS = {
     "ngn": "#e0a100",
@@ -66,7 +72,7 @@ FAMILY_TITLES = {
 }
 
 
-def pyplot() -> Any:
+def pyplot() -> ModuleType:
     """matplotlib without a screen, or an error that says how to get it."""
     try:
         import matplotlib
@@ -79,7 +85,7 @@ def pyplot() -> Any:
     return plt
 
 
-def save(figure: Any, path: Path, source: str = "") -> Path:
+def save(figure: Figure, path: Path, source: str = "") -> Path:
     """Write a PNG of 256 colours, a third of the size of a full one.
 
     `source` is the fingerprint of what it shows, which `readme.picture_source` reads.
@@ -106,19 +112,19 @@ def label(name: str) -> str:
 ACCURACY_TICKS = (0, 20, 30, 40, 50, 60, 70, 80, 90, 95, 97, 98, 99, 99.5, 99.9)
 
 
-def _accuracy_axis(axis: Any) -> None:
+def _accuracy_axis(axis: Axes) -> None:
     """Accuracy with the logarithm of the error as scale, so that 98 and 97 stay apart."""
 
-    def forward(values: Any) -> Any:
+    def forward(values: ArrayLike) -> np.ndarray:
         return -np.log10(np.maximum(100.0 - np.asarray(values, dtype=float), 1e-3))
 
-    def backward(values: Any) -> Any:
+    def backward(values: ArrayLike) -> np.ndarray:
         return 100.0 - 10.0 ** -np.asarray(values, dtype=float)
 
     axis.set_yscale("function", functions=(forward, backward))
 
 
-def score_axis(axis: Any, results: Results, names: Sequence[str] | None = None) -> None:
+def score_axis(axis: Axes, results: Results, names: Sequence[str] | None = None) -> None:
     """Scale, limits and label for the scores of these optimizers."""
     scores = [
         score
@@ -154,12 +160,12 @@ def _apart(ticks: Sequence[float], low: float, high: float) -> list[float]:
     return kept
 
 
-def score_lines(axis: Any, results: Results, names: Sequence[str]) -> None:
+def score_lines(axis: Axes, results: Results, names: Sequence[str]) -> None:
     """Final score against step size, a line per optimizer."""
     _lines(axis, results, names, "score", worst_at_top=not results.higher_is_better)
 
 
-def _cap(axis: Any, values: Sequence[float], ratio: float) -> None:
+def _cap(axis: Axes, values: Sequence[float], ratio: float) -> None:
     """Keep a few huge values from squeezing everything else; a triangle stands for each of them."""
     if values:
         low = min(values)
@@ -172,14 +178,14 @@ def _cap(axis: Any, values: Sequence[float], ratio: float) -> None:
             axis.yaxis.set_minor_formatter("{x:g}" if high < 3 * low else _few_plain_labels)
 
 
-def _mark_above(axis: Any, high: float) -> None:
+def _mark_above(axis: Axes, high: float) -> None:
     transform = axis.get_xaxis_transform()
     for line in [line for line in axis.lines if line.get_transform() == axis.transData]:
-        xs = [x for x, y in zip(*line.get_data(), strict=True) if y > high]
+        xs = [x for x, y in np.asarray(line.get_xydata()) if y > high]
         axis.plot(xs, [0.97] * len(xs), "^", color=line.get_color(), transform=transform, ms=6)
 
 
-def _few_plain_labels(value: float, position: int | None = None) -> str:
+def _few_plain_labels(value: float, position: float | None = None) -> str:
     """20, 30 and 50 as such, not as multiples of powers of ten; nothing at the other ticks."""
     return f"{value:g}" if f"{value:e}"[0] in "235" else ""
 
@@ -187,14 +193,16 @@ def _few_plain_labels(value: float, position: int | None = None) -> str:
 MARKERS = "osD^vPX*"
 
 
-def _lines(axis: Any, results: Results, names: Sequence[str], key: str, worst_at_top: bool) -> None:
+def _lines(
+    axis: Axes, results: Results, names: Sequence[str], key: str, worst_at_top: bool
+) -> None:
     """A line per optimizer."""
     for rank, name in enumerate(names):
         line(axis, results, name, key, rank, COLOURS[name], label(name), worst_at_top)
 
 
 def line(
-    axis: Any,
+    axis: Axes,
     results: Results,
     name: str,
     key: str,
@@ -231,7 +239,7 @@ def line(
     axis.plot(crosses, [edge] * len(crosses), "x", color=colour, transform=transform, ms=6, mew=2)
 
 
-def resilience(results: Results, margin: float) -> Any:
+def resilience(results: Results, margin: float) -> Figure:
     """Score and training loss against the step size, and the good ranges as bars."""
     plt = pyplot()
     families = results.families()
@@ -275,7 +283,7 @@ def resilience(results: Results, margin: float) -> Any:
     return figure
 
 
-def _range_bars(axis: Any, results: Results, names: Sequence[str], margin: float) -> None:
+def _range_bars(axis: Axes, results: Results, names: Sequence[str], margin: float) -> None:
     for row, name in enumerate(reversed(names)):
         found = results.good_range(name, margin)
         if found is not None:
@@ -288,7 +296,7 @@ def _range_bars(axis: Any, results: Results, names: Sequence[str], margin: float
     axis.grid(axis="y", visible=False)
 
 
-def curves(results: Results) -> Any:
+def curves(results: Results) -> Figure:
     """Training loss and score over time, each optimizer at its best step size."""
     plt = pyplot()
     families = results.families()
@@ -330,14 +338,14 @@ def curves(results: Results) -> Any:
     return figure
 
 
-def _lr_colours(plt: Any, lrs: Collection[float]) -> dict[float, Any]:
+def _lr_colours(plt: ModuleType, lrs: Collection[float]) -> dict[float, Any]:
     shades = plt.get_cmap("turbo")(np.linspace(0.05, 0.95, len(lrs)))
     return dict(zip(sorted(lrs), shades, strict=True))
 
 
 def _telemetry_panels(
     results: Results, names: Sequence[str], rows: Sequence[tuple[str, str]], title: str, ylabel: str
-) -> Any:
+) -> Figure:
     """A panel per optimizer and row, a line per step size, first seed only.
 
     A row is a layer's name and a quantity of it, or an empty name and a quantity of the whole run.
@@ -375,7 +383,7 @@ def _telemetry_panels(
     return figure
 
 
-def _limit_to_typical(row: Sequence[Any]) -> None:
+def _limit_to_typical(row: Sequence[Axes]) -> None:
     """Keep lines that die out, blow up or end early from squeezing the others of a row."""
     lines = [np.array(line.get_ydata(), dtype=float) for axis in row for line in axis.lines]
     longest = max(len(values) for values in lines)
@@ -386,7 +394,7 @@ def _limit_to_typical(row: Sequence[Any]) -> None:
         row[0].set_ylim(max(low, min(typical) / 30), min(high, max(typical) * 100))
 
 
-def step_sizes(results: Results) -> Any | None:
+def step_sizes(results: Results) -> Figure | None:
     """The effective scalar step size over time, for those optimizers that adapt it."""
     names = [name for name in _by_family(results) if _adapts(results, name)]
     if not names:
@@ -416,7 +424,7 @@ def _layers(results: Results) -> list[str]:
     return list(results.runs[0]["telemetry"]["layers"])
 
 
-def layer_step_sizes(results: Results) -> Any | None:
+def layer_step_sizes(results: Results) -> Figure | None:
     """Median step size per coordinate (γ/D) of the watched layers."""
     names = [
         name for name in results.families().get("coordinate", []) if _has_scalar(results, name)
@@ -428,7 +436,7 @@ def layer_step_sizes(results: Results) -> Any | None:
     return _telemetry_panels(results, names, rows, title, "γ/D")
 
 
-def updates(results: Results) -> Any | None:
+def updates(results: Results) -> Figure | None:
     """Size of the update of the watched layers."""
     rows = [(layer, "update") for layer in _layers(results)]
     if not rows:
@@ -438,7 +446,7 @@ def updates(results: Results) -> Any | None:
     )
 
 
-FIGURES: dict[str, Callable[[Results, float], Any | None]] = {
+FIGURES: dict[str, Callable[[Results, float], Figure | None]] = {
     "resilience": resilience,
     "curves": lambda results, margin: curves(results),
     "step-sizes": lambda results, margin: step_sizes(results),
@@ -447,7 +455,7 @@ FIGURES: dict[str, Callable[[Results, float], Any | None]] = {
 }
 
 
-def all_figures(results: Results, margin: float) -> dict[str, Any]:
+def all_figures(results: Results, margin: float) -> dict[str, Figure]:
     """All figures that these results have, by file name."""
     drawn = {name: draw(results, margin) for name, draw in FIGURES.items()}
     return {name: figure for name, figure in drawn.items() if figure is not None}

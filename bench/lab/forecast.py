@@ -14,9 +14,7 @@ import torch
 
 from . import optimizers, train
 from .tasks import Scale
-from .train import Machine, RunSpec
-
-Run = dict[str, Any]
+from .train import Machine, Run, RunSpec
 
 ENOUGH_SECONDS = 0.5
 """Measuring stops after the batch that passes this, and after ten in any case."""

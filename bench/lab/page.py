@@ -7,9 +7,13 @@ import html
 import io
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..report import Table
+from .train import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CAPTIONS = {
     "resilience": (
@@ -51,7 +55,7 @@ dt { color: #666; } dd { margin: 0; overflow-wrap: anywhere; }
 
 
 def page(
-    title: str, tables: Sequence[Table], figures: dict[str, Any], runs: Sequence[dict[str, Any]]
+    title: str, tables: Sequence[Table], figures: dict[str, Figure], runs: Sequence[Run]
 ) -> str:
     """The whole page; pictures are inside it as vector graphics."""
     parts = [f"<h1>{html.escape(title)}</h1>", _lead(runs), _table(tables[0])]
@@ -69,7 +73,7 @@ def page(
     )
 
 
-def _lead(runs: Sequence[dict[str, Any]]) -> str:
+def _lead(runs: Sequence[Run]) -> str:
     diverged = sum(run["status"] == "diverged" for run in runs)
     seeds = {run["spec"]["seed"] for run in runs}
     seconds = sum(run["seconds"] for run in runs)
@@ -102,14 +106,14 @@ def _table(table: Table) -> str:
     )
 
 
-def _image(figure: Any, text: str) -> str:
+def _image(figure: Figure, text: str) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", facecolor="white")
     encoded = base64.b64encode(buffer.getvalue()).decode()
     return f"<img alt='{html.escape(text)}' src='data:image/svg+xml;base64,{encoded}'>"
 
 
-def _provenance(runs: Sequence[dict[str, Any]]) -> str:
+def _provenance(runs: Sequence[Run]) -> str:
     """Where the numbers come from: each distinct value over all runs."""
     facts: dict[str, list[str]] = {}
     for run in runs:

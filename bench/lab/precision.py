@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..contenders import CONTENDERS, stored_as
-from ..formats_study import study_table
-from ..report import Column, Table, markdown_table
+from ..contenders.registry import CONTENDERS, stored_as
+from ..report import Table, columns, markdown_table
 from . import figures
+from .formats_study import study_table
 from .results import Results
 from .summary import UNSURE, Kept, provenance
-from .train import RunSpec
+from .train import Run, RunSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INDEX = "precision.json"
 STUDY = "formats.json"
@@ -55,7 +58,7 @@ def by_format(sweep: Kept) -> dict[str, Results]:
     planned: dict[Options, dict[str, list[float]]] = {}
     for spec in sweep.wanted:
         planned.setdefault(spec.options, {}).setdefault(spec.optimizer, []).append(spec.lr)
-    runs: dict[Options, list[Any]] = {}
+    runs: dict[Options, list[Run]] = {}
     for run in sweep.runs:
         runs.setdefault(RunSpec.from_json(run["spec"]).options, []).append(run)
     return {
@@ -110,9 +113,11 @@ def choice_table(kept: Sequence[Kept], root: Path) -> Table:
                     *(quality(by.get(state_text(state)), name) for by in results),
                 ]
             )
-    headings = ["optimizer", "`state=`", "bytes of state", "bytes moved", "time"]
-    columns = [Column(text, right=index > 1) for index, text in enumerate(headings)]
-    columns += [Column(sweep.title) for sweep in shown]
+    headings = columns(
+        *("optimizer", "`state=`", "bytes of state", "bytes moved", "time"),
+        *(sweep.title for sweep in shown),
+        text=(0, 1),
+    )
     caption = (
         "Bytes are per parameter of float32, a step of fused AdamW moves 28; time: a step on "
         f"{WORKLOAD}, fused AdamW = 1, –: not in the stored reference run. Scores: the best mean "
@@ -121,7 +126,7 @@ def choice_table(kept: Sequence[Kept], root: Path) -> Table:
     )
     if any(UNSURE in cell for row in rows for cell in row):
         caption += f" {UNSURE}: a step size next to it has no run."
-    return Table("Formats", columns, rows, caption)
+    return Table("Formats", headings, rows, caption)
 
 
 def grid_tables(sweep: Kept) -> list[Table]:
@@ -135,23 +140,23 @@ def grid_tables(sweep: Kept) -> list[Table]:
             [text, *(str(r.cells[name][lr]) if lr in r.cells[name] else "–" for lr in lrs)]
             for text, r in present.items()
         ]
-        columns = [Column(figures.label(name), right=False), *(Column(f"{lr:g}") for lr in lrs)]
-        tables.append(Table(f"{sweep.title}, {figures.label(name)}", columns, rows))
+        headings = columns(figures.label(name), *(f"{lr:g}" for lr in lrs))
+        tables.append(Table(f"{sweep.title}, {figures.label(name)}", headings, rows))
     return [table for table in tables if table.rows]
 
 
-def figure(kept: Sequence[Kept]) -> Any:
+def figure(kept: Sequence[Kept]) -> Figure:
     """Final score against step size: a column per sweep, a row per optimizer, a line per format."""
     plt = figures.pyplot()
-    columns = [(sweep, by_format(sweep)) for sweep in kept if sweep.runs]
+    shown = [(sweep, by_format(sweep)) for sweep in kept if sweep.runs]
     drawn, axes = plt.subplots(
         len(NAMES),
-        len(columns),
-        figsize=(0.8 + 3.2 * len(columns), 5.6),
+        len(shown),
+        figsize=(0.8 + 3.2 * len(shown), 5.6),
         squeeze=False,
         layout="constrained",
     )
-    for column, (sweep, formats) in enumerate(columns):
+    for column, (sweep, formats) in enumerate(shown):
         for axis, name in zip(axes[:, column], NAMES, strict=True):
             for rank, (text, results) in enumerate(formats.items()):
                 if name in results.cells:

@@ -6,15 +6,12 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ..report import Column, Table
+from ..report import Table, columns
 from . import optimizers
 from .paper import paper_scores
 from .tasks import Scale
-from .train import EARLY
-
-Run = dict[str, Any]
+from .train import EARLY, Run
 
 
 @dataclass(frozen=True)
@@ -223,11 +220,11 @@ def range_table(results: Results, margin: float) -> Table:
     """The headline: best score, the paper's, and the width of the good range."""
     spec = results.runs[0]["spec"]
     paper = paper_scores(results.task, spec["options"])
-    columns = ["optimizer", "at lr", f"best {results.metric}"]
+    headings = ["optimizer", "at lr", f"best {results.metric}"]
     if paper:
         full_size = Scale.parse(spec["scale"]) == Scale() and "steps" not in spec["options"]
-        columns.append("paper" if full_size else "paper, full size")
-    columns += ["good range", "decades", "to best of all", "at 10× lr", "at 100× lr"]
+        headings.append("paper" if full_size else "paper, full size")
+    headings += ["good range", "decades", "to best of all", "at 10× lr", "at 100× lr"]
     rows = []
     for name in results.cells:
         best = results.best(name)
@@ -249,9 +246,8 @@ def range_table(results: Results, margin: float) -> Table:
     entries = [optimizers.OPTIMIZERS[name] for name in results.cells]
     notes = [f"{entry.label}: {entry.note}." for entry in entries if entry.note]
     caption = " ".join([caption, *notes, skipped_note(results.runs)]).strip()
-    return _table(
-        f"{results.title}: how wide the range of good step sizes is", columns, rows, caption
-    )
+    title = f"{results.title}: how wide the range of good step sizes is"
+    return Table(title, columns(*headings), rows, caption)
 
 
 def _paper_text(score: tuple[float, float | None] | None) -> str:
@@ -271,13 +267,8 @@ def grid_table(results: Results, names: Sequence[str]) -> Table:
         rows.append([optimizers.OPTIMIZERS[name].label, *scores])
     title = f"{results.title}: final {results.metric} by step size"
     runs = [run for name in names for cell in results.cells[name].values() for run in cell.runs]
-    return _table(title, ["optimizer", *(f"{lr:g}" for lr in lrs)], rows, skipped_note(runs))
-
-
-def _table(title: str, columns: Sequence[str], rows: list[list[str]], caption: str = "") -> Table:
-    """A table whose first column is text and whose others are numbers."""
-    headings = [Column(text, right=index > 0) for index, text in enumerate(columns)]
-    return Table(title, headings, [*rows], caption)
+    headings = columns("optimizer", *(f"{lr:g}" for lr in lrs))
+    return Table(title, headings, rows, skipped_note(runs))
 
 
 AT_BOUND = 0.99

@@ -11,17 +11,19 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BenchError
-from ..plots import record_digest
-from ..report import Column, Table, markdown_table
+from ..pages.plots import record_digest
+from ..report import Table, columns, markdown_table
 from . import figures
 from .results import AT_BOUND, Results, bound_shares, grid_table, number, skipped_note
 from .sweep import Record, require_one_problem
-from .train import EARLY, RunSpec
+from .train import EARLY, Run, RunSpec
 
-Run = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NAMES = ("ngn-m", "sgdm", "momo", "ngn-mdv1", "adam", "momo-adam")
 PAIRS = (("ngn-m", "sgdm", "momo"), ("ngn-mdv1", "adam", "momo-adam"))
@@ -137,15 +139,16 @@ def summary_table(kept: Sequence[Kept]) -> Table:
         for name in names:
             title = sweep.title if name == names[0] else ""
             rows.append([title, figures.label(name), *_row(results, name)])
-    headings = ["task", "optimizer", "best", "at lr", "decades", "at 10× lr", "at 100× lr"]
-    columns = [Column(text, right=index > 1) for index, text in enumerate(headings)]
+    headings = columns(
+        *("task", "optimizer", "best", "at lr", "decades", "at 10× lr", "at 100× lr"), text=(0, 1)
+    )
     caption = (
         "best: accuracy in per cent, or perplexity on Shakespeare (lower is better), after the last "
         f"step; decades: {DECADES} –: no run."
     )
     if any(UNSURE in row[2] for row in rows):
         caption += f" {UNSURE}: a step size next to it has no run yet, and may be better."
-    return Table("Six optimizers on all tasks", columns, rows, caption)
+    return Table("Six optimizers on all tasks", headings, rows, caption)
 
 
 def decades_table(kept: Sequence[Kept]) -> Table:
@@ -155,12 +158,12 @@ def decades_table(kept: Sequence[Kept]) -> Table:
         widths = [_row(sweep.results, name)[2] for name in NAMES]
         title = sweep.title + f" {UNSURE}" * bool(sweep.missing)
         rows.append([title, sweep.reaches_zero, *widths])
-    columns = [Column("task", right=False), Column("can the loss reach 0?", right=False)]
-    columns += [Column(figures.label(name)) for name in NAMES]
+    labels = map(figures.label, NAMES)
+    headings = columns("task", "can the loss reach 0?", *labels, text=(0, 1))
     caption = f"Each number is {DECADES} –: no run."
     if any(sweep.missing for sweep in kept):
         caption += f" {UNSURE}: not all runs are done."
-    return Table("Decades of good step sizes", columns, rows, caption)
+    return Table("Decades of good step sizes", headings, rows, caption)
 
 
 RIVAL_BOUNDS = (("momo", (1, 10, 100)), ("momo-adam", (1, 10, 100)))
@@ -177,9 +180,8 @@ def bounds_table(kept: Sequence[Kept], shown: Sequence[tuple[str, Sequence[int]]
                 results.at_bound(name, factor) for name, factors in shown for factor in factors
             ]
             rows.append([sweep.title, *cells])
-    columns = [Column("task", right=False)]
-    columns += [
-        Column(f"{figures.label(name)}{f', {factor}×' if factor > 1 else ''}")
+    cells = [
+        f"{figures.label(name)}{f', {factor}×' if factor > 1 else ''}"
         for name, factors in shown
         for factor in factors
     ]
@@ -188,13 +190,13 @@ def bounds_table(kept: Sequence[Kept], shown: Sequence[tuple[str, Sequence[int]]
         f"α₀ / (1 − β₁ᵗ)): among the first {EARLY} / among the later ones that were looked at, first "
         "seed. At the best c or α₀, at 10 and at 100 times it; –: no run."
     )
-    return Table("Steps at the bound", columns, rows, caption)
+    return Table("Steps at the bound", columns("task", *cells), rows, caption)
 
 
 PER_ROW = 3
 
 
-def summary_figure(kept: Sequence[Kept]) -> Any:
+def summary_figure(kept: Sequence[Kept]) -> Figure:
     """Final score against step size: two panels per task, one below the other, one per family."""
     plt = figures.pyplot()
     shown = [(sweep, results) for sweep in kept if (results := sweep.results) is not None]
@@ -268,7 +270,7 @@ def _means(results: Results, name: str) -> list[tuple[float, float | None]]:
     return [(lr, None if cell.diverged else cell.mean) for lr, cell in cells]
 
 
-def headline_figure(kept: Sequence[Kept]) -> Any:
+def headline_figure(kept: Sequence[Kept]) -> Figure:
     """README's picture: final score against step size of two optimizers, labelled at their lines."""
     plt = figures.pyplot()
     shown = _headline(kept)
@@ -287,7 +289,7 @@ def headline_figure(kept: Sequence[Kept]) -> Any:
     return figure
 
 
-def _headline_panel(axis: Any, results: Results, labels: Sequence[tuple[float, float]]) -> None:
+def _headline_panel(axis: Axes, results: Results, labels: Sequence[tuple[float, float]]) -> None:
     """Two lines with their names; marks at the edge for what diverged or lies beyond it."""
     accuracy = results.higher_is_better
     low, high = (0.0, 105.0) if accuracy else (5.0, 40.0)
@@ -370,7 +372,7 @@ def replaced(text: str, parts: dict[str, str], path: Path) -> str:
     return re.sub(r"<!-- lab:(\S+) -->\n.*?<!-- /lab:\1 -->", part, text, flags=re.DOTALL)
 
 
-def pictures(sweep: Kept) -> dict[str, Any]:
+def pictures(sweep: Kept) -> dict[str, Figure]:
     """The sweep's pictures that the docs show, by file name."""
     results = sweep.results
     if results is None:

@@ -31,9 +31,7 @@ from ..report import progress_bar
 from . import train
 from .forecast import Forecast, Measured, announcement, measure, spoken
 from .tasks import describe
-from .train import Machine, RunSpec
-
-Run = dict[str, Any]
+from .train import Machine, Run, RunSpec
 
 
 class Record:

@@ -10,14 +10,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..report import Column, Table
+from ..report import Table, columns
 from . import data, figures, optimizers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Function = Callable[[Tensor], tuple[float, Tensor]]
 """Value and gradient at a point."""
@@ -29,7 +32,7 @@ class Toy:
 
     note: str
     tables: list[Table]
-    figures: dict[str, Any]
+    figures: dict[str, Figure]
 
 
 @dataclass
@@ -86,13 +89,6 @@ def minimise(
     return Descent(np.array(losses), np.array(points), losses[-1] <= threshold)
 
 
-def _table(
-    title: str, columns: Sequence[str], rows: list[Sequence[str]], caption: str = ""
-) -> Table:
-    headings = [Column(text, right=index > 0) for index, text in enumerate(columns)]
-    return Table(title, headings, rows, caption)
-
-
 def x2x4_function(x: Tensor) -> tuple[float, Tensor]:
     """f(x) = x² + x⁴."""
     v = float(x)
@@ -117,10 +113,10 @@ def x2x4(data_dir: Path, iterations: int = 100_000) -> Toy:
         return f"{run.final:.1e} at the end"
 
     rows = [[f"{lr:g}", *(outcome(runs[name, lr]) for name in contenders)] for lr in lrs]
-    table = _table(
+    table = Table(
         "x² + x⁴: evaluations until the loss is below 1e-15",
-        ["c or lr", *(figures.label(name) for name in contenders)],
-        [*rows],
+        columns("c or lr", *(figures.label(name) for name in contenders)),
+        rows,
         "The first evaluation counts. The paper: NGN-M 269 at c = 10, SGDM 691 at lr = 1e-2. "
         "SGDM is torch's with dampening 0.9; the zero buffer is what the paper's count needs.",
     )
@@ -177,10 +173,10 @@ def rosenbrock(data_dir: Path, iterations: int = 100_000) -> Toy:
         return "diverged" if not run.final < 1e10 else f"loss {run.final:.1e}"
 
     rows = [[f"{lr:g}", *(outcome(runs[name, lr]) for name in contenders)] for lr in lrs]
-    table = _table(
+    table = Table(
         f"Rosenbrock from (−1.2, 1): evaluations until the loss is below {threshold:g}",
-        ["c or lr", *(figures.label(name) for name in contenders)],
-        [*rows],
+        columns("c or lr", *(figures.label(name) for name in contenders)),
+        rows,
         "The paper: NGN-M converges for every c, SGDM diverges from 1e-2 on.",
     )
     return Toy(
@@ -196,7 +192,7 @@ def rosenbrock(data_dir: Path, iterations: int = 100_000) -> Toy:
 Runs = dict[tuple[str, float], Descent]
 
 
-def _rosenbrock_trajectories(runs: Runs, names: Sequence[str], lrs: Sequence[float]) -> Any:
+def _rosenbrock_trajectories(runs: Runs, names: Sequence[str], lrs: Sequence[float]) -> Figure:
     plt = figures.pyplot()
     xs, ys = np.meshgrid(np.linspace(-2.2, 2.2, 300), np.linspace(-1.2, 3.2, 300))
     levels = np.logspace(-1.5, 3.5, 16)
@@ -233,7 +229,7 @@ def _rosenbrock_trajectories(runs: Runs, names: Sequence[str], lrs: Sequence[flo
     return figure
 
 
-def _rosenbrock_losses(runs: Runs, names: Sequence[str], lrs: Sequence[float]) -> Any:
+def _rosenbrock_losses(runs: Runs, names: Sequence[str], lrs: Sequence[float]) -> Figure:
     plt = figures.pyplot()
     figure, axes = plt.subplots(1, len(names), figsize=(10, 3.6), sharey=True, layout="constrained")
     shades = plt.get_cmap("plasma")(np.linspace(0, 0.9, len(lrs)))
@@ -303,10 +299,10 @@ def many_minima(data_dir: Path, iterations: int = 10_000) -> Toy:
          *(f"{100 * lost[m, lr]:.1f} %" for m in methods)]
         for lr in lrs
     ]  # fmt: skip
-    table = _table(
+    table = Table(
         f"many minima: starts that end in the global basin ({left:.2f}, {right:.2f})",
-        ["c or lr", "NGN-M", "SGDM", "NGN-M non-finite", "SGDM non-finite"],
-        [*rows],
+        columns("c or lr", "NGN-M", "SGDM", "NGN-M non-finite", "SGDM non-finite"),
+        rows,
         f"301 starts in [−20, 20], {iterations} iterations, β = 0.9.",
     )
     figure = _many_minima_figure(starts, ends, shares, methods, lrs)
@@ -320,7 +316,7 @@ def _many_minima_figure(
     shares: dict[tuple[str, float], float],
     methods: Sequence[str],
     lrs: Sequence[float],
-) -> Any:
+) -> Figure:
     plt = figures.pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     grid = np.linspace(-20, 20, 4000)
@@ -403,9 +399,9 @@ def quadratic(data_dir: Path, lengths: Sequence[int] = (1000, 10_000)) -> Toy:
     for axis in axes[:, 0]:
         axis.set_ylabel("loss")
     figure.suptitle("½‖(A + rI)x − y‖² with NGN-M, β = 0.9", fontsize=9)
-    table = _table(
+    table = Table(
         "quadratic: final loss of NGN-M",
-        ["condition", "r", "K", "c = 1/√k", "c = 1/√K", "c = 1e-3", "c = 1e-4"],
+        columns("condition", "r", "K", "c = 1/√k", "c = 1/√K", "c = 1e-3", "c = 1e-4"),
         rows,
         "A and y standard normal, 400×400; the paper: 1/√k is the fastest, 1/√K close behind.",
     )
@@ -440,10 +436,10 @@ def diabetes(data_dir: Path, iterations: int = 1000) -> Toy:
         return f"{run.final - optimum:.1e}"
 
     rows = [[f"{lr:g}", *(outcome(runs[name, lr]) for name in names)] for lr in lrs]
-    shown = _table(
+    shown = Table(
         f"diabetes: loss above the optimum {optimum:.4g} after {iterations} iterations",
-        ["c or lr", *(figures.label(name) for name in names)],
-        [*rows],
+        columns("c or lr", *(figures.label(name) for name in names)),
+        rows,
         f"Data: {table.name}. Features centred, columns of norm 1.",
     )
     plt = figures.pyplot()

@@ -22,6 +22,9 @@ from . import optimizers
 from .problems import Batch, Problem
 from .tasks import Scale, Setup, find_task
 
+Run = dict[str, Any]
+"""The record of a run, as it stands in `runs.jsonl`."""
+
 SAMPLES = 100
 """About how often a run looks at its step sizes and updates."""
 EARLY = 50
@@ -91,7 +94,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(spec: RunSpec, machine: Machine) -> dict[str, Any]:
+def run(spec: RunSpec, machine: Machine) -> Run:
     """Train once. A run that diverges ends early and says so; it is a result like any other."""
     start = time.perf_counter()
     with threads(machine.threads):

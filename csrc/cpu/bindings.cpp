@@ -232,6 +232,7 @@ PYBIND11_MODULE(_cpu, module) {
         return static_cast<int>(signature.check(groups, state));
       }, py::arg("groups"), py::arg("state"))
       .def("extend", &ngn::Signature::extend, py::arg("state"), py::arg("rows"), py::arg("columns"), py::arg("places"))
+      .def("gradients", &ngn::Signature::gradients)
       .def("release", &ngn::Signature::release);
 
   module.def("encode", [](const FloatArray& values, py::array data, py::array scales, int type, int rounding,

@@ -172,6 +172,13 @@ class Signature {
     return found;
   }
 
+  // The gradients that check() has found, in the order of the rows; None where there is none.
+  py::list gradients() const {
+    py::list found;
+    for (const py::object& gradient : gradients_) found.append(gradient ? gradient : py::none());
+    return found;
+  }
+
   // The kernels have run: drop the references to the gradients.
   void release() {
     for (py::object& gradient : gradients_) gradient = py::object();

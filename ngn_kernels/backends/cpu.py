@@ -10,9 +10,12 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..layout import DType, Rounding
-from ..plan import Bucket, BucketKey
+from ..planning.plan import Memory
+from ..planning.rows import Bucket, BucketKey
 from ..rules import Rule
 from . import Unavailable, is_real_float
 
@@ -25,7 +28,6 @@ except ImportError as error:
 
 class CpuBackend:
     name = "cpu"
-    takes_tensors = False
 
     def unfit(self, key: BucketKey) -> str | None:
         if key.device.type != "cpu":
@@ -35,16 +37,27 @@ class CpuBackend:
                 return f"{what} of {dtype}; float64, float32, bfloat16 and float16 are supported"
         return None
 
-    def prepare(self, bucket: Bucket) -> None:
-        key, inputs, report = bucket.key, bucket.tables.inputs, bucket.tables.report
-        bucket.prepared = _cpu.Bucket(
+    def prepare(
+        self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
+    ) -> CpuBucket:
+        return CpuBucket(bucket, memory, rule, rounds)
+
+
+class CpuBucket:
+    """One bucket's tables in the extension, which reads the host's memory as it is."""
+
+    def __init__(
+        self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
+    ) -> None:
+        key, inputs, report = bucket.key, memory.inputs, memory.report
+        self._bucket = _cpu.Bucket(
             table=bucket.table,
             chunks=bucket.chunks(_cpu.CHUNK),
             groups=inputs.groups.numpy(),
             inputs=inputs.scalars.numpy(),
-            sums=bucket.sums.numpy(),
-            totals=bucket.totals.numpy(),
-            index=bucket.index,
+            sums=memory.sums.numpy(),
+            totals=memory.totals.numpy(),
+            index=memory.bucket_index,
             counts=report.counts.numpy(),
             sizes=report.sizes.numpy(),
             x_type=_type_of(key.param),
@@ -53,12 +66,23 @@ class CpuBackend:
             v_type=_type_of(key.v),
             rounding=Rounding[key.rounding.upper()],
         )
+        self._rule = _rule_of(rule)
+        self._rounds = [_rule_of(rule if summed is None else summed) for summed in rounds]
 
-    def reduce(self, bucket: Bucket, rule: Rule) -> None:
-        bucket.prepared.reduce(_rule_of(rule), torch.get_num_threads())
+    def load_gradients(self) -> None:
+        pass
 
-    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        bucket.prepared.apply(_rule_of(rule), torch.get_num_threads(), last)
+    def reduce(self, index: int) -> None:
+        self._bucket.reduce(self._rounds[index], torch.get_num_threads())
+
+    def compute(self) -> None:
+        pass
+
+    def apply(self, last: bool) -> None:
+        self._bucket.apply(self._rule, torch.get_num_threads(), last)
+
+    def finish(self, params: list[Tensor]) -> None:
+        increment_version(params)
 
 
 def _type_of(dtype: torch.dtype) -> DType:

@@ -75,7 +75,7 @@ def _shard(tensor: Any) -> tuple[int, list[Tensor]]:
     return number, indices
 
 
-def copies(tensor: Tensor) -> int:
+def mesh_replicas(tensor: Tensor) -> int:
     """How many ranks of a DTensor's mesh hold the same elements."""
     spec: Any = tensor
     count = 1

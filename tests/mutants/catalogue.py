@@ -87,7 +87,7 @@ PLAN = of(
     "plan.py",
     (
         "plan-sums-of-a-device-not-shared",
-        "if bucket.sums is not target:",
+        "if source is not target:",
         "if False:",
         f"{BUCKETS} -k 'devices and NGNM'",
         "devices share one denominator",
@@ -108,8 +108,8 @@ PLAN = of(
     ),
     (
         "plan-unusual-gradients-of-one-bucket",
-        "            if self._seen == UNUSUAL:\n                bucket.lay_out",
-        "            if self._seen == UNUSUAL and bucket is self.buckets[0]:\n                bucket.lay_out",
+        "for bucket in self.buckets: bucket.lay_out_gradients()",
+        "for bucket in self.buckets[:1]: bucket.lay_out_gradients()",
         f"{BUCKETS} -k unusual",
         "gradients of every bucket are brought into shape",
     ),
@@ -128,20 +128,6 @@ PLAN = of(
         "a parameter with gaps in memory and no gradient is left alone",
     ),
     (
-        "plan-real-sample-of-complex-gradients",
-        "is_complex: self.key.grad.to_complex() if is_complex else self.key.grad\n",
-        "is_complex: self.key.grad\n",
-        "tests/test_bad_input.py -k 'is_complex_where and cpu'",
-        "a complex parameter's gradient that turns real is refused",
-    ),
-    (
-        "plan-rows-in-the-order-of-their-coming",
-        "        order = np.argsort([row.number for row in every])\n",
-        "        order = np.arange(len(every))\n",
-        "tests/test_plans.py -k bits",
-        "a plan that has grown sums in the order of one that is built anew",
-    ),
-    (
         "plan-growth-overlaps",
         "and not apart(known.buckets, written):",
         "and False:",
@@ -156,29 +142,15 @@ PLAN = of(
         "a parameter that joins costs no new plan of all the others",
     ),
     (
-        "plan-autograd-not-told",
-        "                increment_version(bucket.active)",
-        "                pass",
-        "tests/test_contract.py -k autograd_notices",
-        "autograd notices what a kernel wrote",
-    ),
-    (
-        "plan-type-of-the-gradient",
-        "if local(row.param.grad).dtype.to_real() != self.key.grad:",
-        "if False:",
-        f"{BUCKETS} -k another_type",
-        "a gradient of another type gets a plan of its own",
-    ),
-    (
         "optimizer-last-on-the-wrong-bucket",
-        "last=bucket is self._at_home[0]",
-        "last=bucket is self._at_home[-1]",
+        "last=prepared is self._at_home[0]",
+        "last=prepared is self._at_home[-1]",
         f"{BUCKETS} -k 'skips and NGNM and not devices'",
         "a skipped step is counted after all buckets have spoken",
     ),
     (
         "optimizer-skips-counted-per-bucket",
-        "last=bucket is self._at_home[0]",
+        "last=prepared is self._at_home[0]",
         "last=True",
         f"{BUCKETS} -k 'skips and NGNM and not devices'",
         "a skipped step is counted once",
@@ -192,8 +164,8 @@ PLAN = of(
     ),
     (
         "optimizer-sums-not-shared",
-        "                    copy_to(target[bucket.index], bucket.sums[bucket.index])\n",
-        "                    pass\n",
+        "copy_to(target[index], source[index])",
+        "pass",
         f"{BUCKETS} -k 'devices and NGNM'",
         "devices share one denominator",
     ),
@@ -252,7 +224,7 @@ SIGNATURE = of(
     ),
     (
         "signature-python-ignores-the-state-dict",
-        "key is known and value is held",
+        "key is known and value is kept",
         "key is known",
         f"{ROUGH} -k 'a_new_dict_of_state and python'",
         "a state dict that was replaced is seen",
@@ -280,8 +252,8 @@ SIGNATURE = of(
     ),
     (
         "signature-python-keeps-gradients",
-        "        self._held = []\n\n\ndef",
-        "        pass\n\n\ndef",
+        "def release(self) -> None: self._gradients = []",
+        "def release(self) -> None: pass",
         f"{ROUGH} -k 'gradients_are_let_go and python'",
         "no gradient outlives its step here",
     ),
@@ -436,7 +408,7 @@ OPTIMIZER = of(
     ),
     (
         "optimizer-nothing-is-warned-of",
-        "            self._warn_of(plan.home.report.unheard_reason())\n",
+        "            self._warn_of(plan.home.report.poll_skip_reason())\n",
         "",
         "tests/test_atomic.py -k 'test_non_finite_loss and NGNM'",
         "no step is skipped in silence",
@@ -757,8 +729,8 @@ RANKS = of(
     ),
     (
         "ranks-meshes-counted-twice",
-        "return copies(param) * max(1, replicas // size)",
-        "return copies(param)",
+        "return mesh_replicas(param) * max(1, replicas // size)",
+        "return mesh_replicas(param)",
         "tests/ranks/test_troubles.py -k by_hand",
         "elements that lie on several meshes are counted once",
     ),
@@ -1024,6 +996,42 @@ OPTIONS = of(
     ),
 )
 
+ROWS = of(
+    "rows.py",
+    (
+        "plan-real-sample-of-complex-gradients",
+        "is_complex: self.key.grad.to_complex() if is_complex else self.key.grad\n",
+        "is_complex: self.key.grad\n",
+        "tests/test_bad_input.py -k 'is_complex_where and cpu'",
+        "a complex parameter's gradient that turns real is refused",
+    ),
+    (
+        "plan-rows-in-the-order-of-their-coming",
+        "np.argsort([row.parameter_index for row in every])",
+        "np.arange(len(every))",
+        "tests/test_plans.py -k bits",
+        "a plan that has grown sums in the order of one that is built anew",
+    ),
+    (
+        "plan-type-of-the-gradient",
+        "if local(row.param.grad).dtype.to_real() != self.key.grad:",
+        "if False:",
+        f"{BUCKETS} -k another_type",
+        "a gradient of another type gets a plan of its own",
+    ),
+)
+
+CPU_PY = of(
+    "cpu.py",
+    (
+        "plan-autograd-not-told",
+        "increment_version(params)",
+        "pass",
+        "tests/test_contract.py -k autograd_notices",
+        "autograd notices what a kernel wrote",
+    ),
+)
+
 FORMATS = of(
     "formats.py",
     (
@@ -1088,7 +1096,7 @@ TABLES = of(
     ),
     (
         "tables-gpu-warnings-never-reported",
-        "        reason = self._hear(host.tolist())\n",
+        "        reason = self._read_counts(host.tolist())\n",
         "        reason = Reason.NONE\n",
         "tests/test_triton_launches.py -k 'warned_of_some_steps_later and NGNM'",
         "a skipped step on a GPU is warned of",
@@ -1173,15 +1181,15 @@ REFERENCE = of(
     ),
     (
         "reference-copies-not-divided",
-        "weighted_sum = weighted.sum(dtype=sums.dtype) / row.copies",
+        "weighted_sum = weighted.sum(dtype=sums.dtype) / row.replicas",
         "weighted_sum = weighted.sum(dtype=sums.dtype)",
         "tests/ranks/test_layouts.py -k 'ddp-4 and NGNM and not NGNMD'",
         "elements that lie on several ranks are counted once",
     ),
     (
         "reference-erratum",
-        "lr * weight_decay * alignment.sum(dtype=sums.dtype) / row.copies",
-        "a_j * weight_decay * alignment.sum(dtype=sums.dtype) / row.copies".replace(
+        "lr * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas",
+        "a_j * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas".replace(
             "a_j", "effective_lr(rule, lr, weight_decay)"
         ),
         "tests/test_identities.py -k erratum",
@@ -1703,6 +1711,8 @@ MUTANTS: tuple[Mutant, ...] = (
     *CHECKPOINT,
     *STEP_SIZE,
     *OPTIONS,
+    *ROWS,
+    *CPU_PY,
     *FORMATS,
     *TABLES,
     *TRANSFER,

@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ...layout import Column, Sum
-from ...plan import Bucket, BucketKey
+from ...planning.plan import Memory
+from ...planning.rows import Bucket, BucketKey
+from ...planning.transfer import numbers_of
 from ...rules import Rule
-from ...transfer import numbers_of
 from .. import Unavailable
 
 OLDEST = (3, 4)
@@ -87,37 +90,8 @@ def options(target: Any, v: torch.dtype) -> dict[str, Any]:
     return chosen
 
 
-class Tables:
-    """What the kernels read and write for one bucket, at addresses that do not change."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        device = bucket.key.device
-        self.chunk_size = chunk_size(int(bucket.table[Column.NUMEL].sum()))
-        chunks = bucket.chunks(self.chunk_size)
-        # Step counts advance in a bucket of empty tensors, too.
-        self.host_chunks = chunks if len(chunks) else np.zeros((1, 2), dtype=np.int64)
-        self.n_chunks = len(self.host_chunks)
-        # On the CPU this shares the bucket's own memory.
-        self.table = torch.from_numpy(bucket.table).to(device, non_blocking=True)
-        self.chunks = torch.from_numpy(self.host_chunks).to(device, non_blocking=True)
-        self.partials = torch.zeros(len(Sum), self.n_chunks, dtype=torch.float64, device=device)
-        self.reduce_ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        self.apply_ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        bucket.gradients = numbers_of(self.table[Column.G], bucket.table[Column.G])
-        inputs, report = bucket.tables.inputs, bucket.tables.report
-        head = (self.table, self.chunks, inputs.groups, inputs.scalars, bucket.totals)
-        counts = (len(bucket.rows), self.n_chunks, self.chunk_size, len(bucket.sums))
-        telemetry = (report.counts, report.sizes, self.apply_ticket)
-        sums = (bucket.sums, self.partials, self.reduce_ticket)
-        self.reduce_args = (*head, *sums, *counts, bucket.index)
-        self.apply_args = (*head, *telemetry, *counts, len(inputs.groups))
-        # Compiled kernels with their constants.
-        self.compiled: dict[tuple[str, Rule], tuple[Any, tuple[Any, ...]]] = {}
-
-
 class TritonBackend:
     name = "triton"
-    takes_tensors = False
 
     def __init__(self, kernels: Any, target: Callable[[], Any], device_type: str = "cuda") -> None:
         """`kernels` is the module of kernels, `target` returns the GPU to compile for."""
@@ -147,34 +121,86 @@ class TritonBackend:
                 )
         return None
 
-    def prepare(self, bucket: Bucket) -> None:
-        bucket.prepared = Tables(bucket)
+    def prepare(
+        self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
+    ) -> TritonBucket:
+        return TritonBucket(self, bucket, memory, rule, rounds)
 
-    def reduce(self, bucket: Bucket, rule: Rule) -> None:
-        self._launch("reduce", bucket, rule, bucket.prepared.reduce_args)
-
-    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        self._launch("apply", bucket, rule, (*bucket.prepared.apply_args, int(last)))
-
-    def _launch(self, name: str, bucket: Bucket, rule: Rule, args: tuple[Any, ...]) -> None:
-        tables = bucket.prepared
-        blocks = tables.n_chunks
-        with self._device(bucket):
-            compiled = tables.compiled.get((name, rule))
+    def launch(
+        self, prepared: TritonBucket, name: str, rule: Rule, args: tuple[Any, ...], index: int = -1
+    ) -> None:
+        """Launch a kernel on the bucket's device; `index` is the round of a reduce."""
+        key, blocks = prepared.key, prepared.n_chunks
+        with self._device(key):
+            compiled = prepared.compiled.get(index)
             if compiled is not None:
                 kernel, values = compiled
                 kernel[(blocks, 1, 1)](*args, *values)
                 return
-            named = constants(name, rule, bucket.key)
+            named = constants(name, rule, key)
             kernel = getattr(self.kernels, name)
-            compiled = kernel[(blocks,)](*args, **named, **options(self.target(), bucket.key.v))
+            compiled = kernel[(blocks,)](*args, **named, **options(self.target(), key.v))
             # The interpreter compiles nothing.
             if compiled is not None:
-                tables.compiled[name, rule] = compiled, tuple(named.values())
+                prepared.compiled[index] = compiled, tuple(named.values())
 
-    def _device(self, bucket: Bucket) -> AbstractContextManager[Any]:
+    def _device(self, key: BucketKey) -> AbstractContextManager[Any]:
         """Triton launches on the current device, which may be another one."""
-        return torch.cuda.device(bucket.key.device) if self.device_type == "cuda" else nullcontext()
+        return torch.cuda.device(key.device) if self.device_type == "cuda" else nullcontext()
+
+
+class TritonBucket:
+    """What the kernels read and write for one bucket, at addresses that do not change."""
+
+    def __init__(
+        self,
+        backend: TritonBackend,
+        bucket: Bucket,
+        memory: Memory,
+        rule: Rule,
+        rounds: tuple[Rule | None, ...],
+    ) -> None:
+        self.backend, self.bucket, self.memory = backend, bucket, memory
+        self.rule, self.rounds = rule, rounds
+        self.key, device = bucket.key, bucket.key.device
+        self.chunk_size = chunk_size(int(bucket.table[Column.NUMEL].sum()))
+        chunks = bucket.chunks(self.chunk_size)
+        # Step counts advance in a bucket of empty tensors, too.
+        self.host_chunks = chunks if len(chunks) else np.zeros((1, 2), dtype=np.int64)
+        self.n_chunks = len(self.host_chunks)
+        # On the CPU this shares the bucket's own memory.
+        self.table = torch.from_numpy(bucket.table).to(device, non_blocking=True)
+        self.chunks = torch.from_numpy(self.host_chunks).to(device, non_blocking=True)
+        self.partials = torch.zeros(len(Sum), self.n_chunks, dtype=torch.float64, device=device)
+        self.reduce_ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.apply_ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.gradients = numbers_of(self.table[Column.G], bucket.table[Column.G])
+        inputs, report = memory.inputs, memory.report
+        head = (self.table, self.chunks, inputs.groups, inputs.scalars, memory.totals)
+        counts = (len(bucket.rows), self.n_chunks, self.chunk_size, len(memory.sums))
+        telemetry = (report.counts, report.sizes, self.apply_ticket)
+        sums = (memory.sums, self.partials, self.reduce_ticket)
+        self._reduce_args = (*head, *sums, *counts, memory.bucket_index)
+        self._apply_args = (*head, *telemetry, *counts, len(inputs.groups))
+        # Compiled kernels with their constants: of each round, and -1 of apply.
+        self.compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+
+    def load_gradients(self) -> None:
+        self.gradients.send()
+
+    def reduce(self, index: int) -> None:
+        rule = self.rounds[index]
+        assert rule is not None
+        self.backend.launch(self, "reduce", rule, self._reduce_args, index)
+
+    def compute(self) -> None:
+        pass
+
+    def apply(self, last: bool) -> None:
+        self.backend.launch(self, "apply", self.rule, (*self._apply_args, int(last)))
+
+    def finish(self, params: list[Tensor]) -> None:
+        increment_version(params)
 
 
 class InterpreterTarget:

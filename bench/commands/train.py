@@ -1,0 +1,82 @@
+"""`ngn-bench train`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from .. import environment, report
+from ..errors import BenchError
+from ..pages import plots
+from ..timing.train import TrainSettings, run_train, select_optimizers, train_tables
+from .shared import (
+    Commands,
+    add_machine_options,
+    add_output_options,
+    add_seconds,
+    check_outputs,
+    exit_status,
+    names,
+    positive,
+    select_machine,
+    write_outputs,
+)
+
+LOOP_MODELS = ("mlp", "small-transformer")
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="time an iteration and its optimizer update in a training loop",
+        description="Train copies of a model with each optimizer in turns; show the time of an "
+        "iteration and of the optimizer's part. Batches are sized to the machine unless given.",
+    )
+    parser.add_argument("--model", type=names, metavar="NAMES", help="default: transformer++-70m")
+    parser.add_argument(
+        "--preset", choices=("loops",), help="loops: an MLP and a small Transformer"
+    )
+    parser.add_argument(
+        "--optimizers", type=names, metavar="NAMES", default=["ngnmdv1"], help="beside fused AdamW"
+    )
+    parser.add_argument("--batch", type=positive(int, 2**40), help="sequences or images in a batch")
+    parser.add_argument("--context", type=positive(int, 2**24), help="tokens in a sequence")
+    parser.add_argument("--clip", type=positive(float), help="clip the gradient norm to this")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on the bytes of this file")
+    parser.add_argument(
+        "--autocast",
+        action=argparse.BooleanOptionalAction,
+        help="bfloat16 autocast (default: on a GPU only)",
+    )
+    add_seconds(parser, 60.0)
+    add_machine_options(parser)
+    add_output_options(parser)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    device = select_machine(args)
+    check_outputs(args)
+    if args.preset and args.model:
+        raise BenchError("--preset loops fixes the models; leave out --model")
+    chosen = LOOP_MODELS if args.preset == "loops" else args.model or ("transformer++-70m",)
+    machine = environment.describe(device)
+    backend = environment.fastest_backend(device, torch.float32)
+    contenders = select_optimizers(args.optimizers, backend)
+    autocast = device.type == "cuda" if args.autocast is None else args.autocast
+    settings = TrainSettings(
+        device, args.seconds, args.batch, args.context, args.clip, autocast, args.text
+    )
+    print(environment.machine_line(machine))
+    with report.progress_bar("training") as progress:
+        rows, completed = run_train(list(dict.fromkeys(chosen)), contenders, settings, progress)
+    record = report.record("train", args.command, machine, rows=rows, interrupted=not completed)
+    record = report.as_plain(record)
+    for table in train_tables(record):
+        report.print_table(table)
+    write_outputs(
+        args, record, plots.plot_train if any(row["time"] for row in record["rows"]) else None
+    )
+    return exit_status(not completed, record["rows"])

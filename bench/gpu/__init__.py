@@ -1,0 +1,1 @@
+"""Tools for work on the GPU kernels, for machines without a GPU."""

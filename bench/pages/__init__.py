@@ -1,0 +1,1 @@
+"""README, docs and pictures from stored records; nothing here measures."""

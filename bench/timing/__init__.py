@@ -1,0 +1,1 @@
+"""Measurements and their tables: a step, a training iteration, memory bandwidth, several ranks."""
