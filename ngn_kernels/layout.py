@@ -38,6 +38,7 @@ class GroupColumn(IntEnum):
     BETA2 = 2
     EPS = 3
     WEIGHT_DECAY = 4
+    STEP_CAP = 5  # 0: none, the step size that rho is computed at is the lr
 
 
 class Input(IntEnum):
@@ -48,6 +49,7 @@ class Input(IntEnum):
     GRAD_SCALE = 2  # gradients come multiplied by this; 1 without AMP
     FOUND_INF = 3  # non-zero: AMP found an overflow
     MAX_GRAD_NORM = 4  # infinity: no clipping
+    AIM = 5  # 1 - loss_target: the part of the loss above its floor that a step aims at
 
 
 class Sum(IntEnum):
@@ -70,7 +72,8 @@ class Size(IntEnum):
     """The floating-point numbers of a report; gamma of each group follows from STEP_SIZES on."""
 
     SHRINK = 0
-    STEP_SIZES = 1
+    GRAD_NORM = 1  # before clipping, where a pass computes it
+    STEP_SIZES = 2
 
 
 # Codes

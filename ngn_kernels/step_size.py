@@ -18,6 +18,7 @@ from .rules import Rule
 class Shrink(NamedTuple):
     rho: Tensor
     clip: Tensor
+    grad_norm: Tensor  # before clipping; 0 where no pass computes it
     reason: Tensor
 
 
@@ -27,15 +28,16 @@ def clip_factor(norm_squared: Tensor, max_grad_norm: Tensor) -> Tensor:
     return factor.masked_fill(~max_grad_norm.isfinite(), 1.0)
 
 
-def loss_above_floor(inputs: Inputs) -> Tensor:
-    """h: how far the loss is above its floor"""
-    return inputs.scalars[Input.LOSS] - inputs.scalars[Input.LOSS_FLOOR]
+def aimed_loss(inputs: Inputs) -> Tensor:
+    """h = (1 - loss_target) (f - loss_floor): what a step aims to remove of the loss"""
+    above = inputs.scalars[Input.LOSS] - inputs.scalars[Input.LOSS_FLOOR]
+    return inputs.scalars[Input.AIM] * above
 
 
 def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
     """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0"""
     weighted, alignment, norm = sums.unbind()
-    h = loss_above_floor(inputs)
+    h = aimed_loss(inputs)
     max_grad_norm = inputs.scalars[Input.MAX_GRAD_NORM]
     clip = clip_factor(norm, max_grad_norm)
     # Without RMS the sum was taken over unclipped gradients.
@@ -44,7 +46,7 @@ def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
     rho = torch.clamp(2 * h - alignment, min=0.0) / denominator
     rho = rho.masked_fill(denominator == 0, 1.0)
 
-    norm = norm.masked_fill(~max_grad_norm.isfinite(), 0.0)
+    grad_norm, norm = norm.sqrt(), norm.masked_fill(~max_grad_norm.isfinite(), 0.0)
     reason = torch.zeros((), dtype=torch.int64, device=sums.device)
     for condition, code in (  # the first that holds is written last
         (~(weighted + alignment + norm).isfinite(), Reason.GRADIENT_NOT_FINITE),
@@ -53,12 +55,27 @@ def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
         (inputs.scalars[Input.FOUND_INF] != 0, Reason.AMP_OVERFLOW),
     ):
         reason = reason.masked_fill(condition, int(code))
-    return Shrink(rho, clip, reason)
+    return Shrink(rho, clip, grad_norm, reason)
 
 
-def effective_lr(rule: Rule, lr: Tensor, weight_decay: Tensor) -> Tensor:
-    """a_j: the lr, or the lr that regularised decay leaves of it"""
-    return lr / (1 + weight_decay * lr) if rule.regularised else lr
+class GroupSteps(NamedTuple):
+    """What the step size of a group is made of; with a leading dimension for several groups."""
+
+    largest: Tensor  # c: the step size that rho is computed at
+    schedule: Tensor  # lr / c: what a schedule leaves of the whole step
+    effective: Tensor  # a: c; with regularised decay c / (1 + lambda c)
+
+
+def group_steps(rule: Rule, groups: Tensor) -> GroupSteps:
+    """Of rows of the table of groups."""
+    lr, cap, weight_decay = (
+        groups.select(-1, column)
+        for column in (GroupColumn.LR, GroupColumn.STEP_CAP, GroupColumn.WEIGHT_DECAY)
+    )
+    largest = torch.where(cap > 0, cap, lr)
+    schedule = torch.where(cap > 0, lr / cap, 1.0)
+    effective = largest / (1 + weight_decay * largest) if rule.regularised else largest
+    return GroupSteps(largest, schedule, effective)
 
 
 class Telemetry(NamedTuple):
@@ -70,13 +87,12 @@ class Telemetry(NamedTuple):
 
 
 def telemetry(
-    rule: Rule, inputs: Inputs, rho: Tensor, go: Tensor, reason: Tensor, report: Report
+    rule: Rule, inputs: Inputs, step: Shrink, go: Tensor, reason: Tensor, report: Report
 ) -> Telemetry:
     """The step sizes of a step that was applied, or the reason why it was not."""
-    lr, weight_decay = (
-        inputs.groups.select(1, column) for column in (GroupColumn.LR, GroupColumn.WEIGHT_DECAY)
-    )
-    sizes = torch.cat([rho.reshape(1), effective_lr(rule, lr, weight_decay) * rho])
+    steps = group_steps(rule, inputs.groups)
+    gammas = steps.schedule * steps.effective * step.rho
+    sizes = torch.cat([torch.stack([step.rho, step.grad_norm]), gammas])
     return Telemetry(torch.where(go, sizes, report.sizes), reason, torch.empty_like(reason))
 
 
@@ -93,5 +109,6 @@ def write_telemetry(new: Telemetry, report: Report, last: bool) -> None:
 
 def report_step(rule: Rule, totals: Tensor, inputs: Inputs, report: Report) -> None:
     """Report a step on a device that has no bucket, whose parameters lie on others or other ranks."""
-    rho, _, reason = shrink(rule, totals.sum(0), inputs)
-    write_telemetry(telemetry(rule, inputs, rho, reason == 0, reason, report), report, last=True)
+    step = shrink(rule, totals.sum(0), inputs)
+    new = telemetry(rule, inputs, step, step.reason == 0, step.reason, report)
+    write_telemetry(new, report, last=True)

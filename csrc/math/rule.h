@@ -42,8 +42,8 @@ struct Shrink {
 
 NGN_HD inline bool is_finite(double value) { return value - value == 0; }
 
-// h
-NGN_HD inline double loss_above_floor(const Inputs& inputs) { return inputs.loss - inputs.loss_floor; }
+// h = (1 - loss_target) (f - loss_floor): what a step aims to remove of the loss
+NGN_HD inline double aimed_loss(const Inputs& inputs) { return inputs.aim * (inputs.loss - inputs.loss_floor); }
 
 // s = min(1, max_grad_norm / (norm + 1e-6))
 NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
@@ -54,7 +54,7 @@ NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
 
 // rho = max(0, 2h - W) / (2h + Q), 1 where 0/0
 NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const Inputs& inputs) {
-  const double h = loss_above_floor(inputs);
+  const double h = aimed_loss(inputs);
   const double clip = clip_factor(sums.norm, inputs.max_grad_norm);
   // Without RMS the sum is over unclipped gradients.
   const double q = rule.rms ? sums.weighted : clip * clip * sums.weighted;
@@ -76,20 +76,27 @@ NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const Inputs& in
   return {rho, clip, reason};
 }
 
-// a_j: the lr; with regularised decay c / (1 + lambda c)
-NGN_HD inline double effective_lr(const Rule& rule, const Group& group) {
-  return rule.regularised ? group.lr / (1 + group.weight_decay * group.lr) : group.lr;
+// c_j: the step size that rho is computed at
+NGN_HD inline double largest_step(const Group& group) { return group.step_cap > 0 ? group.step_cap : group.lr; }
+
+// lr / c_j: what a schedule leaves of the whole step
+NGN_HD inline double schedule(const Group& group) { return group.step_cap > 0 ? group.lr / group.step_cap : 1.0; }
+
+// a_j: c_j; with regularised decay c_j / (1 + lambda c_j)
+NGN_HD inline double effective_step(const Rule& rule, const Group& group) {
+  const double c = largest_step(group);
+  return rule.regularised ? c / (1 + group.weight_decay * c) : c;
 }
 
 template <typename T>
 NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group, double step_count,
                                            const Inputs& inputs, double clip, double rho, T x_limit,
                                            T m_limit, T v_limit) {
-  const double a = effective_lr(rule, group);
+  const double a = effective_step(rule, group), c = largest_step(group), scheduled = schedule(group);
   const double unit = rule.rms ? 2 * std::sqrt(1 - std::pow(group.beta2, step_count)) : 1.0;
   // gamma = min(c, 2h) / (flatness D + curvature g^2): both are divided by max(c, 2h), so that nothing overflows.
-  const double two_h = 2 * loss_above_floor(inputs);
-  const double smaller = group.lr < two_h ? group.lr : two_h, larger = group.lr < two_h ? two_h : group.lr;
+  const double two_h = 2 * aimed_loss(inputs);
+  const double smaller = c < two_h ? c : two_h, larger = c < two_h ? two_h : c;
   const double gamma = rule.coordinate ? smaller : a * rho;
   Coefficients<T> k;
   k.gradient_scale = static_cast<T>(clip / inputs.grad_scale);
@@ -97,10 +104,10 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
   k.beta2 = static_cast<T>(group.beta2);
   k.one_minus_beta2 = static_cast<T>(1 - group.beta2);
   k.eps = static_cast<T>(group.eps * unit);
-  k.step = static_cast<T>((1 - group.beta1) * gamma * unit);
+  k.step = static_cast<T>((1 - group.beta1) * (scheduled * gamma) * unit);
   k.flatness = static_cast<T>(larger > 0 ? two_h / larger : 0);
-  k.curvature = static_cast<T>(larger > 0 ? group.lr / larger * unit : 0);
-  k.decay = static_cast<T>(group.weight_decay * a);
+  k.curvature = static_cast<T>(larger > 0 ? c / larger * unit : 0);
+  k.decay = static_cast<T>(group.weight_decay * (scheduled * a));
   k.x_limit = x_limit;
   k.m_limit = m_limit;
   k.v_limit = v_limit;

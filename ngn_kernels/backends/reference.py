@@ -32,9 +32,9 @@ from ..planning.tables import Inputs
 from ..rules import Rule
 from ..step_size import (
     Telemetry,
+    aimed_loss,
     clip_factor,
-    effective_lr,
-    loss_above_floor,
+    group_steps,
     shrink,
     telemetry,
     write_telemetry,
@@ -50,30 +50,30 @@ class Coefficients(NamedTuple):
     beta2: Tensor
     eps: Tensor
     bias: Tensor  # 1 - beta2^t
-    step: Tensor  # (1 - beta1) gamma; of coordinate rules (1 - beta1) min(c, 2h)
+    step: Tensor  # (1 - beta1) gamma lr / c; of coordinate rules (1 - beta1) min(c, 2h) lr / c
     flatness: Tensor  # 2h / max(c, 2h), coordinate rules
     curvature: Tensor  # c / max(c, 2h), coordinate rules
-    decay: Tensor  # lambda c, or lambda a
+    decay: Tensor  # lambda a lr / c
 
 
 def coefficients(rule: Rule, inputs: Inputs, row: Row, clip: Tensor, rho: Tensor) -> Coefficients:
-    lr, beta1, beta2, eps, weight_decay = inputs.groups[row.group].unbind()
-    a = effective_lr(rule, lr, weight_decay)
+    _, beta1, beta2, eps, weight_decay, _ = inputs.groups[row.group].unbind()
+    c, schedule, a = group_steps(rule, inputs.groups[row.group])
     # Divided by the larger of the two, neither overflows; 0 where both are.
-    two_h = 2 * loss_above_floor(inputs)
-    largest = torch.maximum(lr, two_h)
-    flatness, curvature = ((part / largest).masked_fill(largest == 0, 0.0) for part in (two_h, lr))
-    gamma = torch.minimum(lr, two_h) if rule.coordinate else a * rho
+    two_h = 2 * aimed_loss(inputs)
+    larger = torch.maximum(c, two_h)
+    flatness, curvature = ((part / larger).masked_fill(larger == 0, 0.0) for part in (two_h, c))
+    gamma = torch.minimum(c, two_h) if rule.coordinate else a * rho
     return Coefficients(
         gradient_scale=clip / inputs.scalars[Input.GRAD_SCALE],
         beta1=beta1,
         beta2=beta2,
         eps=eps,
         bias=1 - beta2 ** (row.step.to(beta2.dtype) + 1),
-        step=(1 - beta1) * gamma,
+        step=(1 - beta1) * (schedule * gamma),
         flatness=flatness,
         curvature=curvature,
-        decay=weight_decay * a,
+        decay=weight_decay * (schedule * a),
     )
 
 
@@ -262,13 +262,13 @@ class ReferenceBucket:
             k = coefficients(rule, inputs, row, clip, one)
             x, _, v = columns(rule, row, self.key)
             weighted, alignment = contribute(rule, x.old, old(v), g, k)
-            lr = inputs.groups[row.group, GroupColumn.LR]
-            weight_decay = inputs.groups[row.group, GroupColumn.WEIGHT_DECAY]
+            steps = group_steps(rule, inputs.groups[row.group])
             weighted_sum = weighted.sum(dtype=sums.dtype) / row.replicas
-            total[Sum.WEIGHTED].add_(effective_lr(rule, lr, weight_decay) * weighted_sum)
+            total[Sum.WEIGHTED].add_(steps.effective * weighted_sum)
             if alignment is not None:
+                weight_decay = inputs.groups[row.group, GroupColumn.WEIGHT_DECAY]
                 total[Sum.ALIGNMENT].add_(
-                    lr * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas
+                    steps.largest * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas
                 )
             if not rule.rms:
                 total[Sum.NORM].add_(weighted_sum)
@@ -277,11 +277,12 @@ class ReferenceBucket:
 
     def compute(self) -> None:
         rule, inputs = self.rule, self.memory.inputs
-        rho, clip, reason = shrink(rule, self.memory.totals.sum(0), inputs)
+        step = shrink(rule, self.memory.totals.sum(0), inputs)
+        reason = step.reason
         go = reason == 0
         self._writes = []
         for row, g in self._rows_with_gradients():
-            k = coefficients(rule, inputs, row, clip, rho)
+            k = coefficients(rule, inputs, row, step.clip, step.rho)
             x, m, v = loaded = columns(rule, row, self.key)
             new = update(rule, x.old, old(m), old(v), g, k)
             stored = [(c, n) for c, n in zip(loaded, new, strict=True) if c and n is not None]
@@ -291,7 +292,7 @@ class ReferenceBucket:
             self._writes.append(Write(row.step, row.step + go))
             kept = go & ~fits.all()
             reason = reason.masked_fill(kept, int(Reason.ELEMENTS_KEPT))
-        self._telemetry = telemetry(rule, inputs, rho, go, reason, self.memory.report)
+        self._telemetry = telemetry(rule, inputs, step, go, reason, self.memory.report)
 
     def apply(self, last: bool) -> None:
         assert self._telemetry is not None

@@ -20,6 +20,7 @@ class GroupValues(NamedTuple):
     beta2: float
     eps: float
     weight_decay: float
+    step_cap: float = 0.0  # 0: none
 
 
 def float_type(device: torch.device) -> torch.dtype:
@@ -30,6 +31,14 @@ def float_type(device: torch.device) -> torch.dtype:
 def array_of(tensor: Tensor) -> Any:
     """A tensor for arithmetic on a few numbers: on the host numpy takes a fraction of the time."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+class StepOptions(NamedTuple):
+    """The options of an optimizer that every step reads."""
+
+    loss_floor: float
+    loss_target: float
+    max_grad_norm: float | None
 
 
 NO_AMP = (None, None)
@@ -51,29 +60,30 @@ class Inputs:
         self._lr_slots = self.groups.select(1, GroupColumn.LR).unbind()
         self._on_host = device.type == "cpu"
         self._values: list[GroupValues] | None = None
-        self._options: tuple[float, float | None] | None = None  # that were written without AMP
+        self._options: StepOptions | None = None  # that were written without AMP
         # Numbers of tensors on a device, which are never read.
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def set(
         self,
         loss: float | Tensor,
-        options: tuple[float, float | None],
+        options: StepOptions,
         amp: tuple[Tensor | None, Tensor | None],
     ) -> None:
         """Write this rank's scalars; the device has them after `send`.
 
         Args:
             loss: the loss of the step.
-            options: loss_floor and max_grad_norm.
+            options: the optimizer's.
             amp: grad_scale and found_inf, as a GradScaler leaves them with the optimizer.
         """
         values = self._scalars.values
         if options != self._options or amp != NO_AMP:
-            floor, max_grad_norm = options
             grad_scale, found_inf = amp
-            values[Input.LOSS_FLOOR] = floor
-            values[Input.MAX_GRAD_NORM] = math.inf if max_grad_norm is None else max_grad_norm
+            norm = options.max_grad_norm
+            values[Input.LOSS_FLOOR] = options.loss_floor
+            values[Input.AIM] = 1.0 - options.loss_target
+            values[Input.MAX_GRAD_NORM] = math.inf if norm is None else norm
             values[Input.GRAD_SCALE] = self._number(
                 1.0 if grad_scale is None else grad_scale, Input.GRAD_SCALE
             )

@@ -97,16 +97,16 @@ def sum_buckets(totals, n_buckets):
 
 
 @device
-def loss_above_floor(inputs):
-    """h"""
-    return tl.load(inputs + LOSS) - tl.load(inputs + LOSS_FLOOR)
+def aimed_loss(inputs):
+    """h = (1 - loss_target) (f - loss_floor): what a step aims to remove of the loss"""
+    return tl.load(inputs + AIM) * (tl.load(inputs + LOSS) - tl.load(inputs + LOSS_FLOOR))
 
 
 @device
 def shrink(totals, n_buckets, inputs, RMS: tl.constexpr):
     """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0; the clip factor; why the step must not happen"""
     weighted, alignment, norm = sum_buckets(totals, n_buckets)
-    h = loss_above_floor(inputs)
+    h = aimed_loss(inputs)
     max_grad_norm = tl.load(inputs + MAX_GRAD_NORM)
     clip = clip_factor(norm, max_grad_norm)
     # Without RMS the sum is over unclipped gradients.
@@ -124,9 +124,21 @@ def shrink(totals, n_buckets, inputs, RMS: tl.constexpr):
 
 
 @device
-def effective_lr(lr, weight_decay, REGULARISED: tl.constexpr):
-    """a_j: the lr; with regularised decay c / (1 + lambda c)"""
-    return lr / (1 + weight_decay * lr) if REGULARISED else lr
+def largest_step(lr, cap):
+    """c_j: the step size that rho is computed at"""
+    return tl.where(cap > 0, cap, lr)
+
+
+@device
+def schedule(lr, cap):
+    """lr / c_j: what a schedule leaves of the whole step"""
+    return tl.where(cap > 0, lr / tl.where(cap > 0, cap, 1.0), 1.0)
+
+
+@device
+def effective_step(c, weight_decay, REGULARISED: tl.constexpr):
+    """a_j: c_j; with regularised decay c_j / (1 + lambda c_j)"""
+    return c / (1 + weight_decay * c) if REGULARISED else c
 
 
 @device
@@ -143,21 +155,24 @@ def moment_coefficients(group, p_step):
 def coefficients(inputs, group, clip, rho, COORDINATE: tl.constexpr, REGULARISED: tl.constexpr):
     """s / grad_scale, beta1, step, flatness, curvature, decay"""
     lr = tl.load(group + LR)
+    cap = tl.load(group + STEP_CAP)
+    c = largest_step(lr, cap)
+    scheduled = schedule(lr, cap)
     beta1 = tl.load(group + BETA1)
     weight_decay = tl.load(group + WEIGHT_DECAY)
-    a = effective_lr(lr, weight_decay, REGULARISED)
+    a = effective_step(c, weight_decay, REGULARISED)
     gradient_scale = clip / tl.load(inputs + GRAD_SCALE)
     gamma = a * rho
     flatness, curvature = 1.0, 0.0
     if COORDINATE:
         # Divided by the larger of the two, neither overflows; both are 0 where c and h are.
-        two_h = 2 * loss_above_floor(inputs)
-        gamma = tl.minimum(lr, two_h)
-        larger = tl.maximum(lr, two_h)
+        two_h = 2 * aimed_loss(inputs)
+        gamma = tl.minimum(c, two_h)
+        larger = tl.maximum(c, two_h)
         flatness = tl.where(larger == 0, 0.0, two_h / larger).to(tl.float32)
-        curvature = tl.where(larger == 0, 0.0, lr / larger).to(tl.float32)
-    step = (1 - beta1) * gamma
-    decay = weight_decay * a
+        curvature = tl.where(larger == 0, 0.0, c / larger).to(tl.float32)
+    step = (1 - beta1) * (scheduled * gamma)
+    decay = weight_decay * (scheduled * a)
     return (
         gradient_scale.to(tl.float32), beta1.to(tl.float32), step.to(tl.float32), flatness, curvature,
         decay.to(tl.float32),
@@ -332,12 +347,12 @@ def reduce(
     replicas = tl.load(row + REPLICAS * n_rows).to(tl.float64)
     weighted /= replicas
     alignment /= replicas
-    lr = tl.load(group + LR)
+    c = largest_step(tl.load(group + LR), tl.load(group + STEP_CAP))
     weight_decay = tl.load(group + WEIGHT_DECAY)
     ours = partials + i_chunk
-    tl.store(ours + WEIGHTED * n_chunks, effective_lr(lr, weight_decay, REGULARISED) * weighted)
+    tl.store(ours + WEIGHTED * n_chunks, effective_step(c, weight_decay, REGULARISED) * weighted)
     if REGULARISED:
-        tl.store(ours + ALIGNMENT * n_chunks, lr * weight_decay * alignment)
+        tl.store(ours + ALIGNMENT * n_chunks, c * weight_decay * alignment)
     if not RMS:
         tl.store(ours + NORM * n_chunks, weighted)
 
@@ -412,17 +427,29 @@ def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr):
 
 @device
 def write_telemetry(
-    groups, sizes, n_groups, rho, reason, REGULARISED: tl.constexpr, BLOCK: tl.constexpr = 128
+    groups, sizes, totals, n_groups, n_buckets, rho, reason,
+    COORDINATE: tl.constexpr, REGULARISED: tl.constexpr, BLOCK: tl.constexpr = 128,
 ):
-    """rho, and gamma of each group, unless the step was skipped."""
+    """The norm, rho, and gamma of each group, unless the step was skipped."""
+    _, _, norm = sum_buckets(totals, n_buckets)
+    tl.store(sizes + GRAD_NORM, tl.sqrt(norm), mask=reason == NONE)
+    if not COORDINATE:  # coordinate rules have no rho
+        write_step_sizes(groups, sizes, n_groups, rho, reason, REGULARISED, BLOCK)
+
+
+@device
+def write_step_sizes(
+    groups, sizes, n_groups, rho, reason, REGULARISED: tl.constexpr, BLOCK: tl.constexpr
+):
     tl.store(sizes + SHRINK, rho, mask=reason == NONE)
     for i in range(0, tl.where(reason == NONE, n_groups, 0), BLOCK):
         o = i + tl.arange(0, BLOCK)
         mask = o < n_groups
         b_lr = tl.load(groups + GROUP_COLUMNS * o + LR, mask=mask, other=0.0)
+        b_cap = tl.load(groups + GROUP_COLUMNS * o + STEP_CAP, mask=mask, other=0.0)
         b_weight_decay = tl.load(groups + GROUP_COLUMNS * o + WEIGHT_DECAY, mask=mask, other=0.0)
-        b_a = effective_lr(b_lr, b_weight_decay, REGULARISED)
-        tl.store(sizes + STEP_SIZES + o, b_a * rho, mask=mask)
+        b_a = effective_step(largest_step(b_lr, b_cap), b_weight_decay, REGULARISED)
+        tl.store(sizes + STEP_SIZES + o, schedule(b_lr, b_cap) * b_a * rho, mask=mask)
 
 
 @device
@@ -491,6 +518,5 @@ def apply(
         if QUANTISED:  # again, rather than kept in registers
             rho, clip, reason = shrink(totals, n_buckets, inputs, RMS)
         advance_steps(table, n_rows, reason, BLOCK // VECTOR)
-        if not COORDINATE:  # coordinate rules have no rho
-            write_telemetry(groups, sizes, n_groups, rho, reason, REGULARISED)
+        write_telemetry(groups, sizes, totals, n_groups, n_buckets, rho, reason, COORDINATE, REGULARISED)
         count_step(counts, reason, last)
