@@ -21,7 +21,7 @@ from ..rules import Rule
 from ..step_size import report_step
 from .checks import check_overlap, check_param, is_dense, span_of
 from .rows import Bucket, BucketKey, Participant, Row
-from .signature import GROWN, SAME, STALE, UNUSUAL, make_signature
+from .signature import GROWN, SAME, STALE, UNUSUAL, Signature, make_signature
 from .state import (
     STATE_KEYS,
     check_rounding,
@@ -128,39 +128,33 @@ class Plan:
         known_rows: list[Row] = [] if known is None else known.rows
         old = set(map(id, known_rows))
         new = [(bucket, [r for r in bucket.rows if id(r) not in old]) for bucket in buckets]
-        self.rows = known_rows + [
-            row for _, rows in new for row in rows
-        ]  # as the signature has them
+        self.rows = known_rows + [row for _, rows in new for row in rows]
         self._sharded = any(is_sharded(row.param) for row in self.rows)
-        self._place = {id(row): i for i, row in enumerate(self.rows)}
         added = [row for bucket, rows in new for row in bucket.signature_rows(rule, rows)]
         columns = [bucket.table[Column.G] for bucket in buckets]
         if known is None:
             self.signature = make_signature(groups, state, added, columns)
         else:
-            every = {id(row): i for i, row in enumerate(r for b in buckets for r in b.rows)}
             self.signature = known.signature
-            places = np.array([every[id(row)] for row in self.rows], dtype=np.int64)
+            in_buckets = _places([row for bucket in buckets for row in bucket.rows])
+            places = np.array([in_buckets[id(row)] for row in self.rows], dtype=np.int64)
             self.signature.extend(state, added, columns, places)
 
+        in_signature = _places(self.rows)
         device_index = {d.device: i for i, d in enumerate(devices)}
         self._prepared: list[PreparedBucket] = []
         self._at_home: list[PreparedBucket] = []  # on the home device
         self._elsewhere: list[PreparedBucket] = []
         for index, bucket in enumerate(buckets):
             i = device_index[bucket.key.device]
-            tables, gradients = devices[i], partial(self._gradients, bucket)
-            memory = Memory(
-                tables.inputs, tables.report, self.sums[i], self.totals[i], index, gradients
-            )
+            indices = [in_signature[id(row)] for row in bucket.rows]
+            # Not a method of the plan: it would keep itself, and its tensors, until a collection.
+            gradients = partial(_gradients, self.signature, bucket.rows, indices)
+            inputs, report = devices[i].inputs, devices[i].report
+            memory = Memory(inputs, report, self.sums[i], self.totals[i], index, gradients)
             prepared = bucket.backend.prepare(bucket, memory, rule, self.rounds)
             self._prepared.append(prepared)
             (self._at_home if i == 0 else self._elsewhere).append(prepared)
-
-    def _gradients(self, bucket: Bucket) -> list[Tensor | None]:
-        """This step's gradients, of which the signature keeps references."""
-        kept = self.signature.gradients()
-        return [row.gradient(kept[self._place[id(row)]]) for row in bucket.rows]
 
     @property
     def params(self) -> set[int]:
@@ -269,6 +263,16 @@ def home_device(groups: list[dict[str, Any]]) -> torch.device:
     if params and not params[0].requires_grad:
         params = [p for group in groups for p in group["params"] if p.requires_grad] or params
     return params[0].device if params else torch.device("cpu")
+
+
+def _places(rows: list[Row]) -> dict[int, int]:
+    return {id(row): i for i, row in enumerate(rows)}
+
+
+def _gradients(signature: Signature, rows: list[Row], indices: list[int]) -> list[Tensor | None]:
+    """This step's gradients of these rows, of which the signature keeps references."""
+    kept = signature.gradients()
+    return [row.gradient(kept[i]) for row, i in zip(rows, indices, strict=True)]
 
 
 def copy_to(target: Tensor, source: Tensor) -> Tensor:
