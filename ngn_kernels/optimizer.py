@@ -24,6 +24,7 @@ from .loss import PendingLoss, has_gradients, read_weight, whole_loss
 from .messages import FOREIGN_OPTIONS, warn
 from .options import (
     PER_OPTIMIZER,
+    SAVED_OPTIONS,
     check_group,
     check_group_names,
     options_of,
@@ -32,7 +33,7 @@ from .options import (
 )
 from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misplaced
 from .planning.rows import Participant
-from .planning.tables import DeviceTables, GroupValues
+from .planning.tables import DeviceTables, GroupValues, StepOptions
 from .rules import RULES, Rule
 
 WARNINGS = {
@@ -59,6 +60,8 @@ class NGNOptimizer(Optimizer):
         params: parameters, named parameters, or groups of them.
         defaults: the per-group values, among them ``algorithm``, a key of RULES.
         loss_floor: a lower bound of the loss; steps see ``loss - loss_floor``.
+        loss_target: each step aims at this fraction of the current loss above its floor, in [0, 1);
+            0 is the paper.
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
         backend: "auto", "triton", "cpu" or "reference".
         reduce_group: the ranks that share one step size: "auto" (all of torch.distributed's, if
@@ -91,6 +94,7 @@ class NGNOptimizer(Optimizer):
         defaults: dict[str, Any],
         *,
         loss_floor: float = 0.0,
+        loss_target: float = 0.0,
         max_grad_norm: float | None = None,
         backend: str = "auto",
         state: str | tuple[str, str] = "float32",
@@ -102,6 +106,7 @@ class NGNOptimizer(Optimizer):
         self._storage = Storage.of(state, rounding)
         self._ranks = Ranks(reduce_group, replicas, loss_reduction)
         self.loss_floor = loss_floor
+        self.loss_target = loss_target
         self.max_grad_norm = max_grad_norm
         self.backend = backend
         self._pending = PendingLoss()  # one object, which proxies that copy __dict__ share
@@ -114,6 +119,7 @@ class NGNOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._tables: dict[torch.device, DeviceTables] = {}
         self._home: DeviceTables | None = None
+        self._has_grad_norm = False
         self._last_exchange: Exchange | Alone = ALONE
         self._agreed: tuple[Any, Agreement] = (None, NOTHING_AGREED)
         self._checked: Any = None
@@ -130,6 +136,15 @@ class NGNOptimizer(Optimizer):
     def loss_floor(self, value: float) -> None:
         require("loss_floor", value, "a finite number", lambda v: math.isfinite(v))
         self._loss_floor = float(value)
+
+    @property
+    def loss_target(self) -> float:
+        return self._loss_target
+
+    @loss_target.setter
+    def loss_target(self, value: float) -> None:
+        require("loss_target", value, "in [0, 1)", lambda v: 0 <= v < 1)
+        self._loss_target = float(value)
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -223,7 +238,8 @@ class NGNOptimizer(Optimizer):
             if isinstance(betas, list):  # which may have been changed in place
                 betas = tuple(betas)
             others = group.get("momentum"), group.get("beta2"), group.get("eps")
-            seen.append((lr, betas, others, group["weight_decay"], len(group)))
+            values = group["weight_decay"], group["step_cap"]
+            seen.append((lr, betas, others, values, len(group)))
         if seen != self._checked:
             for group in self.param_groups:
                 check_group(group, self.defaults)
@@ -235,6 +251,7 @@ class NGNOptimizer(Optimizer):
                     *_betas(group),
                     group.get("eps", 1.0),
                     group["weight_decay"],
+                    group["step_cap"] or 0.0,
                 )
                 for values, group in zip(seen, self.param_groups, strict=True)
             ]
@@ -323,7 +340,7 @@ class NGNOptimizer(Optimizer):
                 exchange.fail(error)
             plan.apply()
             plan.finish()
-            self._home = plan.home
+            self._home, self._has_grad_norm = plan.home, plan.computes_norm
             self._warn_of(plan.home.report.poll_skip_reason())
             return given
 
@@ -372,7 +389,7 @@ class NGNOptimizer(Optimizer):
             device.inputs.set_groups(values, device_lrs)
             device.inputs.set(
                 loss,
-                (self._loss_floor, self._max_grad_norm),
+                StepOptions(self._loss_floor, self._loss_target, self._max_grad_norm),
                 (self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")),
             )
             device.inputs.send()
@@ -404,11 +421,12 @@ class NGNOptimizer(Optimizer):
         self, plan: Plan | None, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> Agreement:
         """What must be the same on every rank, made again where something has changed."""
-        made_of = values, self._loss_floor, self._max_grad_norm
+        made_of = values, self._loss_floor, self._loss_target, self._max_grad_norm
         if plan is None or self._agreed[0] != made_of:
             options = {
                 "the algorithm": self.defaults["algorithm"],
                 "loss_floor": self._loss_floor,
+                "loss_target": self._loss_target,
                 "max_grad_norm": self._max_grad_norm,
             }
             groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
@@ -490,6 +508,18 @@ class NGNOptimizer(Optimizer):
         return None if sizes.is_cpu and sizes[Size.SHRINK].isnan() else sizes
 
     @property
+    def grad_norm(self) -> Tensor | None:
+        """The gradients' norm before clipping in the last applied step, on the device.
+
+        None where no pass of the step computes it: with RMS or a step size per coordinate, and
+        without ``max_grad_norm``.
+        """
+        if self._home is None or not self._has_grad_norm:
+            return None
+        norm = self._home.report.sizes[Size.GRAD_NORM].clone()
+        return None if norm.is_cpu and norm.isnan() else norm
+
+    @property
     def skipped_steps(self) -> Tensor:
         """How many steps were skipped, in whole or in part; an int64 tensor on the device."""
         device = home_device(self.param_groups) if self._home is None else self._home.device
@@ -504,6 +534,7 @@ class NGNOptimizer(Optimizer):
         return {
             **super().__getstate__(),
             "_loss_floor": self._loss_floor,
+            "_loss_target": self._loss_target,
             "_max_grad_norm": self._max_grad_norm,
             "_backend": self._backend,
             "_ranks": self._ranks,
@@ -530,8 +561,7 @@ class NGNOptimizer(Optimizer):
         state, groups = self.state, self.param_groups
         options = {
             "skipped_steps": int(self.skipped_steps),
-            "loss_floor": self.loss_floor,
-            "max_grad_norm": self.max_grad_norm,
+            **{name: getattr(self, name) for name in SAVED_OPTIONS},
         }
         for group in groups:
             group[SAVED] = dict(options)
@@ -561,7 +591,7 @@ class NGNOptimizer(Optimizer):
             for index, (group, place, param) in enumerate(self._all_params())
         ]
         loaded = load(state_dict, self.param_groups, self.defaults, params, self._storage)
-        for name in ("loss_floor", "max_grad_norm"):
+        for name in SAVED_OPTIONS:
             mine = getattr(self, name)
             saved = loaded.options.get(name, mine)
             if saved != mine:

@@ -30,6 +30,8 @@ class NGN(NGNOptimizer):
         params: parameters, named parameters, or groups of them.
         lr: c, the largest step size; a float or a tensor.
         weight_decay: l, decoupled.
+        step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
+            step; None: this step's lr, as in the paper.
         options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
 
     Example:
@@ -50,9 +52,10 @@ class NGN(NGNOptimizer):
         lr: float | Tensor = 1.0,
         *,
         weight_decay: float = 0.0,
+        step_cap: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        defaults = dict(lr=lr, weight_decay=weight_decay, algorithm="NGN")
+        defaults = dict(lr=lr, weight_decay=weight_decay, step_cap=step_cap, algorithm="NGN")
         super().__init__(params, defaults, **options)
 
 
@@ -70,6 +73,8 @@ class NGNM(NGNOptimizer):
         lr: c, the largest step size; a float or a tensor.
         momentum: b.
         weight_decay: l, decoupled; it enters the momentum.
+        step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
+            step; None: this step's lr, as in the paper.
         options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
     """
 
@@ -80,9 +85,16 @@ class NGNM(NGNOptimizer):
         momentum: float = 0.9,
         *,
         weight_decay: float = 0.0,
+        step_cap: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, algorithm="NGNM")
+        defaults = dict(
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            step_cap=step_cap,
+            algorithm="NGNM",
+        )
         super().__init__(params, defaults, **options)
 
 
@@ -101,6 +113,8 @@ class NGND(NGNOptimizer):
         beta2: b2, used with "rms".
         eps: keeps D above 0, used with "rms".
         weight_decay: l, decoupled.
+        step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
+            step; None: this step's lr, as in the paper.
         options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
     """
 
@@ -113,12 +127,20 @@ class NGND(NGNOptimizer):
         eps: float = 1e-8,
         *,
         weight_decay: float = 0.0,
+        step_cap: float | None = None,
         **options: Unpack[Options],
     ) -> None:
         if preconditioner not in (None, "rms"):
             raise ValueError(f'preconditioner={preconditioner!r}: must be None or "rms"')
         algorithm = "NGND" if preconditioner is None else "NGND(rms)"
-        defaults = dict(lr=lr, beta2=beta2, eps=eps, weight_decay=weight_decay, algorithm=algorithm)
+        defaults = dict(
+            lr=lr,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            step_cap=step_cap,
+            algorithm=algorithm,
+        )
         super().__init__(params, defaults, **options)
 
 
@@ -135,10 +157,16 @@ class _MomentumAndRms(NGNOptimizer):
         eps: float = 1e-8,
         *,
         weight_decay: float = 0.0,
+        step_cap: float | None = None,
         **options: Unpack[Options],
     ) -> None:
         defaults = dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, algorithm=self.algorithm
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            step_cap=step_cap,
+            algorithm=self.algorithm,
         )
         super().__init__(params, defaults, **options)
 
@@ -159,6 +187,8 @@ class NGNMDv1(_MomentumAndRms):
         betas: (b1, b2).
         eps: keeps D above 0.
         weight_decay: l, decoupled; it enters the momentum.
+        step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
+            step; None: this step's lr, as in the paper.
         options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
     """
 

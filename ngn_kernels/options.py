@@ -17,15 +17,28 @@ from torch.optim import Optimizer
 from .messages import FOREIGN_OPTIONS
 
 PER_OPTIMIZER = (
-    *("loss_floor", "max_grad_norm", "backend", "preconditioner", "state", "rounding"),
+    *(
+        "loss_floor",
+        "loss_target",
+        "max_grad_norm",
+        "backend",
+        "preconditioner",
+        "state",
+        "rounding",
+    ),
     *("reduce_group", "replicas", "loss_reduction"),
 )
+
+
+# Saved with a run; one that loads it keeps its own and warns of others.
+SAVED_OPTIONS = ("loss_floor", "loss_target", "max_grad_norm")
 
 
 class Options(TypedDict, total=False):
     """What every algorithm takes by keyword, of the whole optimizer; NGNOptimizer explains each."""
 
     loss_floor: float
+    loss_target: float
     max_grad_norm: float | None
     backend: str
     state: str | tuple[str, str]
@@ -130,6 +143,8 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     if "eps" in group:
         require("eps", group["eps"], "in (0, inf)", lambda v: 0 < v < math.inf)
     require("weight_decay", group["weight_decay"], "in [0, inf)", lambda v: 0 <= v < math.inf)
+    if group["step_cap"] is not None:
+        require("step_cap", group["step_cap"], "None or in (0, inf)", lambda v: 0 < v < math.inf)
 
 
 def require(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) -> None:

@@ -5,6 +5,8 @@ Every update is written as x^{k+1} from x^k, x^{k-1} and v^{k-1}, with the print
 the package carries a displacement m and never divides by the loss.
 
 Symbols: c = lr, λ = weight_decay, D = diag(ε + sqrt(v / (1 − β₂^t))), f = loss − loss_floor.
+Beyond the paper: a loss target takes its share off f, and with a step cap c is the cap, and the whole
+step but for its momentum is multiplied by lr / c.
 """
 
 from __future__ import annotations
@@ -55,6 +57,17 @@ class Group:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    step_cap: float | None = None
+
+    @property
+    def c(self) -> float:
+        """The step size that the shrink factor is computed at: that of the paper is the lr."""
+        return self.lr if self.step_cap is None else self.step_cap
+
+    @property
+    def schedule(self) -> float:
+        """What a schedule leaves of the whole step."""
+        return 1.0 if self.step_cap is None else self.lr / self.step_cap
 
 
 @dataclass
@@ -63,6 +76,7 @@ class Oracle:
     groups: list[Group]
     rms: bool = False
     loss_floor: float = 0.0
+    loss_target: float = 0.0
     max_grad_norm: float | None = None
     step_sizes: list[float] | None = field(default=None, init=False)
 
@@ -75,7 +89,7 @@ class Oracle:
         self, loss: float, gradients: list[list[Array | None]], grad_scale: float = 1.0
     ) -> None:
         """One step; a variable without gradient stands still, both of its iterates included."""
-        f = float(loss) - self.loss_floor
+        f = (1 - self.loss_target) * (float(loss) - self.loss_floor)
         if not f >= 0.0:
             raise ValueError(f"the algorithms need f >= 0, got {f}")
         moving = [
@@ -92,14 +106,16 @@ class Oracle:
 
         if self.algorithm in COORDINATE:
             for (j, variable, g), D in zip(moving, diagonals, strict=True):
-                gamma = coordinate_step_size(self.groups[j].lr, f, g, D)
+                gamma = coordinate_step_size(self.groups[j].c, f, g, D)
                 self._move(self.groups[j], variable, gamma * g)
             return
 
         gammas = self._scalar_step_sizes(f, moving, diagonals)
         for (j, variable, g), D in zip(moving, diagonals, strict=True):
             self._move(self.groups[j], variable, gammas[j] * g / D)
-        self.step_sizes = gammas
+        self.step_sizes = [
+            group.schedule * gamma for group, gamma in zip(self.groups, gammas, strict=True)
+        ]
 
     def _precondition(self, group: Group, variable: Variable, g: Array) -> Array:
         variable.t += 1
@@ -118,7 +134,7 @@ class Oracle:
         pull = 0.0
         if self.algorithm == "NGNMDv1W":
             pull = sum(
-                self.groups[j].lr * self.groups[j].weight_decay * float(np.sum(g * variable.x))
+                self.groups[j].c * self.groups[j].weight_decay * float(np.sum(g * variable.x))
                 for j, variable, g in moving
             )
         if f > 0.0:
@@ -132,14 +148,15 @@ class Oracle:
     def _cap(self, group: Group) -> float:
         """The largest step a group may take: c, or c/(1 + λc) where decay regularises the model."""
         if self.algorithm == "NGNMDv1W":
-            return group.lr / (1 + group.weight_decay * group.lr)
-        return group.lr
+            return group.c / (1 + group.weight_decay * group.c)
+        return group.c
 
     def _move(self, group: Group, variable: Variable, direction: Array) -> None:
         x, previous = variable.x, variable.previous
-        decay = group.weight_decay * group.lr
+        decay = group.weight_decay * group.c
         kept = x / (1 + decay) if self.algorithm == "NGNMDv1W" else x - decay * x
-        moved = kept - (1 - group.beta1) * direction + group.beta1 * (x - previous)
+        step = (kept - x) - (1 - group.beta1) * direction
+        moved = x + group.schedule * step + group.beta1 * (x - previous)
         variable.x = np.asarray(moved)
         variable.previous = x
 

@@ -111,11 +111,13 @@ class Pair:
         optimizer: Any,
         *,
         loss_floor: float = 0.0,
+        loss_target: float = 0.0,
         max_grad_norm: float | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.optimizer = optimizer
         self.loss_floor = loss_floor
+        self.loss_target = loss_target
         self.max_grad_norm = max_grad_norm
         self.sync()
 
@@ -126,6 +128,7 @@ class Pair:
             [Group([], lr=0.0) for _ in self.optimizer.param_groups],
             rms=self.algorithm.rms,
             loss_floor=self.loss_floor,
+            loss_target=self.loss_target,
             max_grad_norm=self.max_grad_norm,
         )
         for p, group in self._params():
@@ -151,6 +154,7 @@ class Pair:
         for group, values in zip(self.oracle.groups, self.optimizer.param_groups, strict=True):
             group.lr = float(values["lr"])
             group.weight_decay = float(values["weight_decay"])
+            group.step_cap = values["step_cap"]
             group.beta1 = momentum_of(self.algorithm, values)
             if self.algorithm.rms:
                 beta2 = values["betas"][1] if "betas" in values else values["beta2"]

@@ -101,6 +101,7 @@ class Plan:
     ) -> None:
         """`known` is a plan that has grown, which has all rows but the new ones."""
         self.rule, self.clipping = rule, clipping
+        self.computes_norm = clipping or not (rule.coordinate or rule.rms)
         # What is summed before each exchange of the ranks; None: they exchange their losses alone.
         self.rounds = rule.reductions(clipping) or (() if process_group is None else (None,))
         self.buckets = buckets

@@ -28,6 +28,7 @@ from .columns import (
     store,
 )
 from .layout_constants import (
+    AIM,
     ALIGNMENT,
     AMP_OVERFLOW,
     BETA1,
@@ -36,6 +37,7 @@ from .layout_constants import (
     EPS,
     EXACT,
     FOUND_INF,
+    GRAD_NORM,
     GRAD_SCALE,
     GRADIENT_NOT_FINITE,
     GROUP,
@@ -61,6 +63,7 @@ from .layout_constants import (
     SHRINK,
     SKIPPED,
     STEP,
+    STEP_CAP,
     STEP_SIZES,
     STOCHASTIC,
     SUMS,
