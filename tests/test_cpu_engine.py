@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ngn_kernels
 from ngn_kernels.backends import availability
-from ngn_kernels.layout import Column, DType, Rounding
+from ngn_kernels.layout import Column, DType, GroupColumn, Input, Rounding, Size
 from ngn_kernels.planning.rows import Bucket, BucketKey, Participant, Row
 from ngn_kernels.planning.state import init_state
 from ngn_kernels.rules import RULES
@@ -247,13 +247,13 @@ def test_more_than_two_to_the_31_elements() -> None:
     tables = _cpu.Bucket(
         table=bucket.table,
         chunks=np.ascontiguousarray(chunks[-1:]),
-        groups=np.array([[1.0, 0.0, 0.0, 1.0, 0.0]]),
-        inputs=np.array([1e30, 0.0, 1.0, 0.0, np.inf]),
+        groups=np.array([[1.0, 0.0, 0.0, 1.0, 0.0, 0.0]]),
+        inputs=np.array([1e30, 0.0, 1.0, 0.0, np.inf, 1.0]),
         sums=sums,
         totals=sums,
         index=0,
         counts=np.zeros(3, dtype=np.int64),
-        sizes=np.zeros(2),
+        sizes=np.zeros(Size.STEP_SIZES + 1),
         x_type=DType.BFLOAT16,
         g_type=DType.BFLOAT16,
         m_type=DType.FLOAT32,
@@ -277,10 +277,10 @@ def test_more_than_two_to_the_31_elements() -> None:
         ({"chunks": np.array([[0, 16384]])}, "outside its row"),
         ({"chunks": np.array([[0, 7]])}, "outside its row"),
         ({"chunks": np.array([[0, -16384]])}, "outside its row"),
-        ({"groups": np.zeros((0, 5)), "sizes": np.zeros(1)}, "a group that does not exist"),
-        ({"inputs": np.zeros(4)}, "inputs must hold 5"),
+        ({"groups": np.zeros((0, 6)), "sizes": np.zeros(2)}, "a group that does not exist"),
+        ({"inputs": np.zeros(4)}, "inputs must hold 6"),
         ({"counts": np.zeros(2, dtype=np.int64)}, "counts must hold 3"),
-        ({"sizes": np.zeros(3)}, "sizes must hold one number more"),
+        ({"sizes": np.zeros(4)}, "sizes must hold 2 numbers and one for each group"),
         ({"index": 1}, "not a row of sums"),
         ({"m_type": "float16"}, "m must be float32, float64, bfloat16 or int8"),
         ({"m_type": "uint8"}, "m must be"),
@@ -298,13 +298,13 @@ def test_the_bindings_check_their_tables(change: dict[str, object], message: str
     arguments: dict[str, object] = {
         "table": bucket.table,
         "chunks": bucket.chunks(_cpu.CHUNK),
-        "groups": np.zeros((1, 5)),
-        "inputs": np.zeros(5),
+        "groups": np.zeros((1, len(GroupColumn))),
+        "inputs": np.zeros(len(Input)),
         "sums": sums,
         "totals": sums,
         "index": 0,
         "counts": np.zeros(3, dtype=np.int64),
-        "sizes": np.zeros(2),
+        "sizes": np.zeros(Size.STEP_SIZES + 1),
         "x_type": DType.FLOAT32,
         "g_type": DType.FLOAT32,
         "m_type": DType.FLOAT32,
@@ -325,13 +325,13 @@ def test_the_bindings_check_for_missing_state() -> None:
     tables = _cpu.Bucket(
         table=bucket.table,
         chunks=bucket.chunks(_cpu.CHUNK),
-        groups=np.zeros((1, 5)),
-        inputs=np.zeros(5),
+        groups=np.zeros((1, len(GroupColumn))),
+        inputs=np.zeros(len(Input)),
         sums=sums,
         totals=sums,
         index=0,
         counts=np.zeros(3, dtype=np.int64),
-        sizes=np.zeros(2),
+        sizes=np.zeros(Size.STEP_SIZES + 1),
         x_type=DType.FLOAT32,
         g_type=DType.FLOAT32,
         m_type=DType.FLOAT32,

@@ -98,7 +98,7 @@ class BucketTables {
     check_size(inputs_, "inputs", NUMBERS<ngn::Inputs>);
     check_size(counts_, "counts", NUMBERS<ngn::Counts>);
     const bool fits = sizes_.ndim() == 1 && sizes_.shape(0) == ngn::STEP_SIZES + groups_.shape(0);
-    check(fits, "sizes must hold one number more than groups");
+    check(fits, "sizes must hold 2 numbers and one for each group");
     check(index >= 0 && index < sums_.shape(0), "index is not a row of sums");
     const DType x = known_type(x_type), g = known_type(g_type), m = known_type(m_type), v = known_type(v_type);
     bucket_.rounding = known_rounding(rounding);
