@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def result(measured: dict[str, Any]) -> dict[str, Any]:
     """A result with one workload and exactly known times."""
-    record: dict[str, Any] = json.loads(json.dumps(measured))
+    record = copy.deepcopy(measured)
     for row, median in zip(record["rows"], (1.0, 2.0), strict=True):
         row["time"].update(median=median, low=0.99 * median, high=1.01 * median, samples=9)
         row["ratio"] = median
@@ -31,7 +31,7 @@ def result(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def slowed(record: dict[str, Any], factor: float) -> dict[str, Any]:
-    changed: dict[str, Any] = json.loads(json.dumps(record))
+    changed = copy.deepcopy(record)
     for name in ("median", "low", "high"):
         changed["rows"][1]["time"][name] *= factor
     changed["rows"][1]["ratio"] *= factor
@@ -86,7 +86,7 @@ def test_compare_adds_the_spread_of_adamw_to_a_ratio(
 def test_what_is_no_longer_timed_is_a_regression(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str], refused: bool
 ) -> None:
-    broken = json.loads(json.dumps(result))
+    broken = copy.deepcopy(result)
     if refused:
         broken["not_run"]["many:3x5"] = {broken["rows"].pop()["label"]: "out of luck"}
     else:
@@ -107,7 +107,7 @@ def test_training_on_other_batches_is_another_row(
 ) -> None:
     files = []
     for batch in (4, 8):
-        record = json.loads(json.dumps({**result, "kind": "train"}))
+        record = copy.deepcopy({**result, "kind": "train"})
         for row in record["rows"]:
             row["description"] = f"batches of {batch} images"
         files.append(write(tmp_path / f"{batch}.json", record))
@@ -118,7 +118,7 @@ def test_training_on_other_batches_is_another_row(
 def test_compare_lists_what_does_not_match(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = json.loads(json.dumps(result))
+    other = copy.deepcopy(result)
     del other["rows"][1]
     other["environment"]["cpu"] = "another"
     command = ["compare", write(tmp_path / "a.json", result), write(tmp_path / "b.json", other)]
@@ -131,7 +131,7 @@ def test_compare_lists_what_does_not_match(
 
 def with_formats(record: dict[str, Any]) -> dict[str, Any]:
     """A later result of the same preset, which has more rows."""
-    more = json.loads(json.dumps(record))
+    more = copy.deepcopy(record)
     for name, dtype in (
         ("ngnmdv1:cpu/8bit", "float32"),
         ("ngnmdv1:cpu/exact@bfloat16", "bfloat16"),
@@ -158,7 +158,7 @@ def test_a_format_that_no_longer_runs_is_a_regression(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = with_formats(result)
-    fewer = json.loads(json.dumps(more))
+    fewer = copy.deepcopy(more)
     labels = [fewer["rows"].pop()["label"] for _ in range(2)]
     fewer["not_run"]["many:3x5"] = dict.fromkeys(labels, "out of luck")
     old, new = write(tmp_path / "old.json", more), write(tmp_path / "new.json", fewer)
@@ -166,7 +166,7 @@ def test_a_format_that_no_longer_runs_is_a_regression(
     output = capsys.readouterr().out
     for name in ("ngnmdv1:cpu/8bit · float32", "ngnmdv1:cpu/exact@bfloat16 · bfloat16"):
         assert f"no longer timed: many:3x5 · {name} · cpu: out of luck" in output
-    # A run in another dtype says nothing of these rows, but for the one that has its own.
+    # A run in another dtype does not measure these rows, but for the one with a dtype of its own.
     for row in fewer["rows"]:
         row["dtype"] = "bfloat16"
     other = write(tmp_path / "other.json", fewer)
@@ -193,7 +193,7 @@ def test_compare_bad_files(
     damaged = write(tmp_path / "damaged.json", {**result, "rows": [{"workload": "x"}]})
     assert "damaged" in failure(capsys, "compare", good, damaged)
     for missing in ("environment", "packages", "label"):
-        holed = json.loads(json.dumps(result))
+        holed = copy.deepcopy(result)
         for holder in (holed, holed["environment"], holed["rows"][0]):
             holder.pop(missing, None)
         assert "damaged" in failure(capsys, "compare", good, write(tmp_path / "holed.json", holed))
@@ -204,9 +204,9 @@ def on_ranks(result: dict[str, Any]) -> dict[str, Any]:
     times = {"low": 1e-3, "median": 2e-3, "high": 3e-3, "fastest": 1e-3, "samples": 9}
     row = {"ranks": 2, "layout": "fsdp2", "optimizer": "NGN-MDv1", "time": times, "outside": times}
     row |= {"collectives": 1, "bytes": 64, "ratio": 0.25, "outside_ratio": 1.5, "same_bits": True}
-    told = {"rows": [row], "tensors": 3, "side": 4, "threads": 1}
+    sizes = {"rows": [row], "tensors": 3, "side": 4, "threads": 1}
     command = ["ngn-bench", "ranks", "--ranks", "2"]
-    return {**result, "kind": "ranks", "command": command, **told}
+    return {**result, "kind": "ranks", "command": command, **sizes}
 
 
 def test_readme_is_generated_and_checked(
@@ -214,7 +214,7 @@ def test_readme_is_generated_and_checked(
 ) -> None:
     result["not_run"]["many:3x5"] = {"Momo · momo-opt": "out of luck"}
     rule = {"contender": "ngnm:cpu", "label": "NGN-M · cpu", "ratio": 0.5}
-    result["rows"].append(json.loads(json.dumps(result["rows"][1])) | rule)
+    result["rows"].append(copy.deepcopy(result["rows"][1]) | rule)
     text, source = tmp_path / "README.md", write(tmp_path / "reference.json", result)
     text.write_text(f"# Title\n\n{readme.marked('bench', 'old')}\n\nafter\n")
     picture = tmp_path / "images" / "step.png"

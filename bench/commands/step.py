@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "step",
         help="time one optimizer step, contenders side by side",
-        description="Time whole step() calls of the NGN optimizers beside torch's and others, in "
+        description="Time whole step() calls of the NGN optimizers, torch's and others, in "
         "turns, after checking each one's result on a small case.",
         epilog="Workloads: model names (resnet20, resnet18, vit-tiny, gpt2, transformer++-70m, …), "
         "many-small, one:64M, many:500x2K, or package.module:function for a model of your own. "

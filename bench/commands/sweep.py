@@ -64,20 +64,20 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--loss-floor",
         metavar="F",
-        help="tell the optimizers that the loss never falls below F; known: what the task says. "
-        "Then the default is those of the optimizers that take one",
+        help="a lower bound of the loss, for the optimizers; known: the task's own. "
+        "The default is then the optimizers that take one",
     )
     parser.add_argument(
         "--state",
         default="float32",
         help="how NGN optimizers store m and v: float32, bfloat16, 8bit, or both: 8bit+bfloat16. "
-        f"Then the default is {STORING_OPTIMIZERS}",
+        f"The default is then {STORING_OPTIMIZERS}",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "mixed", "bfloat16"),
         default="float32",
-        help="mixed: compute in bfloat16; bfloat16: parameters as well (default: as the task says)",
+        help="mixed: compute in bfloat16; bfloat16: parameters as well (default: the task's own)",
     )
     parser.add_argument(
         "--rounding",
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def swept(args: argparse.Namespace) -> str:
-    """The names of the optimizers that a sweep is asked for."""
+    """The names of the optimizers of a sweep, as given or by default."""
     stored = (args.state, args.rounding) != (PLAIN["state"], PLAIN["rounding"])
     default = STORING_OPTIMIZERS if stored else DEFAULT_OPTIMIZERS
     if args.loss_floor is None:

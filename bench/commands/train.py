@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
         "--preset", choices=("loops",), help="loops: an MLP and a small Transformer"
     )
     parser.add_argument(
-        "--optimizers", type=names, metavar="NAMES", default=["ngnmdv1"], help="beside fused AdamW"
+        "--optimizers", type=names, metavar="NAMES", default=["ngnmdv1"], help="besides fused AdamW"
     )
     parser.add_argument("--batch", type=positive(int, 2**40), help="sequences or images in a batch")
     parser.add_argument("--context", type=positive(int, 2**24), help="tokens in a sequence")

@@ -1,4 +1,4 @@
-"""What the kept records say, over all tasks: one table, one picture, and what is still missing.
+"""All kept records: one table, one picture, and the runs that are still missing.
 
 `sweeps.json` in the folder of kept records lists the sweeps: a title, the folder of the record, the
 commands that make it, the pictures that the docs show. The commands say which runs there should be.
@@ -32,7 +32,7 @@ UNSURE = "*"
 
 @dataclass(frozen=True)
 class Kept:
-    """A sweep whose record is kept: what was asked for, and what is there."""
+    """A sweep whose record is kept: the runs of its commands, and those that are recorded."""
 
     title: str
     folder: Path
@@ -84,12 +84,12 @@ def load(
     kept = []
     for entry in entries:
         wanted = [spec for command in entry["commands"] for spec in planned(command)]
-        asked = set(wanted)
+        chosen = set(wanted)
         runs = [
             run
             for place in (entry["folder"], *entry.get("also", ()))
             for run in Record(folder / place / "runs.jsonl").read()
-            if RunSpec.from_json(run["spec"]) in asked
+            if RunSpec.from_json(run["spec"]) in chosen
         ]
         require_one_problem(runs)
         kept.append(
@@ -361,7 +361,7 @@ def _section(sweep: Kept) -> str:
 
 
 def replaced(text: str, parts: dict[str, str], path: Path) -> str:
-    """The text with each of its generated parts made anew; all parts with markers must be known."""
+    """The text with each of its generated parts replaced; raises for an unknown part."""
 
     def part(match: re.Match[str]) -> str:
         name = match[1]
