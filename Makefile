@@ -6,7 +6,7 @@ CREATED := $(VENV)/.created
 BUILT := $(VENV)/.built
 TRAINERS := .venv-trainers
 RIVALS := .venv-rivals
-SOURCES := $(wildcard csrc/*) CMakeLists.txt setup.py pyproject.toml
+SOURCES := $(wildcard csrc/*.py csrc/*/*) ngn_kernels/layout.py CMakeLists.txt setup.py pyproject.toml
 
 .PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 package clean
 
@@ -70,6 +70,7 @@ lint: $(BUILT)
 
 types: $(BUILT)
 	$(BIN)/mypy ngn_kernels bench
+	$(BIN)/python -m mypy.stubtest ngn_kernels._cpu --allowlist tests/stubtest.txt
 
 bench: $(BUILT)
 	mkdir -p build

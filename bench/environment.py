@@ -14,7 +14,7 @@ import torch
 
 import ngn_kernels
 from ngn_kernels.backends import select_backend
-from ngn_kernels.plan import BucketKey
+from ngn_kernels.planning.rows import BucketKey
 
 from .errors import BenchError
 

@@ -1,39 +1,41 @@
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-CHUNK: int
+_Ints: TypeAlias = npt.NDArray[np.int64]
+_Floats: TypeAlias = npt.NDArray[np.float32]
+_Doubles: TypeAlias = npt.NDArray[np.float64]
 
-class DType:
-    float64: DType
-    float32: DType
-    bfloat16: DType
-    float16: DType
+CHUNK: int
+LAYOUT_CHECKSUM: int
 
 class Rule:
     def __init__(
         self, *, momentum: bool, coordinate: bool, rms: bool, regularised: bool
     ) -> None: ...
 
+# Types and roundings are the numbers of layout.DType and layout.Rounding.
 class Bucket:
     def __init__(
         self,
         *,
-        table: np.ndarray,
-        chunks: np.ndarray,
-        groups: np.ndarray,
-        inputs: np.ndarray,
-        sums: np.ndarray,
-        totals: np.ndarray,
+        table: _Ints,
+        chunks: _Ints,
+        groups: _Doubles,
+        inputs: _Doubles,
+        sums: _Doubles,
+        totals: _Doubles,
         index: int,
-        counts: np.ndarray,
-        sizes: np.ndarray,
-        x_type: DType,
-        g_type: DType,
-        m_type: DType,
-        v_type: DType,
+        counts: _Ints,
+        sizes: _Doubles,
+        x_type: int,
+        g_type: int,
+        m_type: int,
+        v_type: int,
+        rounding: int,
     ) -> None: ...
     def reduce(self, rule: Rule, threads: int) -> None: ...
     def apply(self, rule: Rule, threads: int, last: bool) -> None: ...
@@ -45,22 +47,35 @@ class Signature:
         groups: list[list[Tensor]],
         state: dict[Tensor, Any],
         rows: Sequence[tuple[Any, ...]],
-        columns: list[np.ndarray],
+        columns: list[_Ints],
         api: object,
     ) -> None: ...
     @staticmethod
     def understands(api: object) -> bool: ...
-    def look(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int: ...
+    def check(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int: ...
     def extend(
         self,
         state: dict[Tensor, Any],
         rows: Sequence[tuple[Any, ...]],
-        columns: list[np.ndarray],
-        places: np.ndarray,
+        columns: list[_Ints],
+        places: _Ints,
     ) -> None: ...
+    def gradients(self) -> list[Tensor | None]: ...
     def release(self) -> None: ...
 
-def layout() -> dict[str, dict[str, int]]: ...
+def encode(
+    values: _Floats,
+    data: npt.NDArray[Any],
+    scales: npt.NDArray[Any],
+    type: int,
+    rounding: int,
+    noise_key: int,
+    step_count: int,
+    offset: int = 0,
+) -> None: ...
+def decode(
+    values: _Floats, data: npt.NDArray[Any], scales: npt.NDArray[Any], type: int
+) -> None: ...
 def isas() -> list[str]: ...
 def isa() -> str: ...
 def use_isa(name: str) -> None: ...

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 
-from .shards import is_sharded, local
+from .distributed.dtensors import is_sharded, local
 
 Groups = list[dict[str, Any]]
 

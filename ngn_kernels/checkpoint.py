@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_group
+from .distributed.dtensors import is_sharded, local
 from .formats import REMAINDER, Format, Storage, rounding_of, scale_key
-from .rules import RULES
-from .shards import is_sharded, local
-from .state import (
+from .options import check_group
+from .planning.state import (
     STATE_KEYS,
     check_state,
     check_storage,
@@ -25,6 +24,7 @@ from .state import (
     storage_of,
     wanted_format,
 )
+from .rules import RULES
 
 SAVED = "ngn"  # in a saved group: what belongs to the whole optimizer
 

@@ -2,23 +2,73 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backwards import BackwardCounter, Groups, has_gradients, params_of, version
-from .checks import as_double, read_loss, warn, whole_loss
+from .distributed.dtensors import is_sharded, local
+from .messages import HOW_TO_PASS_THE_LOSS, IN_LIGHTNING, warn
+from .options import require
 
-HOW_TO_PASS_THE_LOSS = (
-    "write optimizer.step(loss=loss), or optimizer.step(closure), or optimizer.add_loss(share) "
-    "with what each backward() was called on, and then optimizer.step(); in a "
-    "transformers.Trainer or with an accelerate.Accelerator: "
-    "ngn_kernels.trainers.feed_loss(trainer); in Lightning: "
-    "Trainer(callbacks=[ngn_kernels.trainers.FeedLoss()])"
-)
+
+def read_loss(loss: Any) -> float | Tensor:
+    """A number if the loss is on the host; a 0-d tensor, never read, if it is on a device.
+
+    A DTensor of which ranks have parts stays one, for `whole_loss`.
+    """
+    if isinstance(loss, Tensor):
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss has shape {tuple(loss.shape)}: reduce it to one number first, "
+                "such as loss.mean()"
+            )
+        if loss.is_complex() or loss.dtype == torch.bool:
+            raise TypeError(f"the loss is a {loss.dtype} tensor: it must be a real number")
+        if is_sharded(loss):
+            spec: Any = loss
+            if not all(placement.is_replicate() for placement in spec.placements):
+                return loss.detach()
+            loss = local(loss)
+        return float(loss.item()) if loss.is_cpu else loss.detach().reshape(())
+    if isinstance(loss, Real) and not isinstance(loss, bool):
+        return float(loss)
+    raise TypeError(
+        f"the loss is a {type(loss).__name__}: pass a number or a tensor with one element"
+    )
+
+
+def whole_loss(loss: float | Tensor) -> float | Tensor:
+    """The sum of the ranks' parts of a loss; a collective of those ranks if it is a DTensor."""
+    return read_loss(loss.full_tensor()) if is_sharded(loss) else loss  # type: ignore[union-attr]
+
+
+def read_weight(weight: Any) -> float:
+    """A number, or a tensor on the host with one element."""
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be one number")
+        if not weight.is_cpu or is_sharded(weight):
+            raise TypeError(
+                f"weight is a tensor on {weight.device}: pass a number, which the host knows without "
+                "waiting for a device, such as the number of samples"
+            )
+        weight = weight.item()
+    require("weight", weight, "in (0, inf)", lambda v: 0 < v < math.inf)
+    return float(weight)
+
+
+def as_double(value: float | Tensor) -> float | Tensor:
+    """On any device that has them."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.float() if value.device.type == "mps" else value.double()
+
 
 SAMPLE = 16  # gradients that are marked when a loss is given; to mark 1,000 takes 0.2 ms
 
@@ -195,7 +245,7 @@ class PendingLoss:
             raise RuntimeError(
                 f"{earlier} backward() calls came before the closure, and nobody has cleared their "
                 "gradients: what the closure returned is not the loss of all of them. In Lightning "
-                "write Trainer(callbacks=[ngn_kernels.trainers.FeedLoss()]), else call "
+                f"write {IN_LIGHTNING}, else call "
                 "optimizer.add_loss(share) with what each backward() is called on, or clear the "
                 "gradients in the closure"
             )

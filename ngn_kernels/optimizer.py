@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,29 +15,25 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
 from .checkpoint import SAVED, LoadedInto, load, plain_state
-from .checks import (
-    FOREIGN_OPTIONS,
-    check_group,
-    check_group_names,
-    read_weight,
-    require,
-    usable_lr,
-    warn,
-    whole_loss,
-)
+from .distributed.dtensors import is_sharded, local
+from .distributed.exchange import ALONE, NOTHING_AGREED, Agreement, Alone, Exchange, Ranks, add_up
 from .formats import Storage
 from .hooks import entrance
-from .loss import PendingLoss, has_gradients
-from .plan import Draft, Participant, Plan, draft_plan, home_device, make_plan, misplaced
-from .ranks import ALONE, NOTHING_AGREED, Agreement, Alone, Exchange, Ranks, add_up
-from .rules import RULES, Reason, Rule
-from .shards import is_sharded, local
-from .tables import Count, DeviceTables, GroupValues, Size
-
-PER_OPTIMIZER = (
-    *("loss_floor", "max_grad_norm", "backend", "preconditioner", "state", "rounding"),
-    *("reduce_group", "replicas", "loss_reduction"),
+from .layout import Count, Reason, Size
+from .loss import PendingLoss, has_gradients, read_weight, whole_loss
+from .messages import FOREIGN_OPTIONS, warn
+from .options import (
+    PER_OPTIMIZER,
+    check_group,
+    check_group_names,
+    options_of,
+    require,
+    usable_lr,
 )
+from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misplaced
+from .planning.rows import Participant
+from .planning.tables import DeviceTables, GroupValues
+from .rules import RULES, Rule
 
 WARNINGS = {
     Reason.AMP_OVERFLOW: "the gradient scaler found an overflow; the step was skipped",
@@ -55,19 +50,6 @@ WARNINGS = {
 
 class SkippedStepWarning(RuntimeWarning):
     """A step, or some of its elements, left everything as it was."""
-
-
-class Options(TypedDict, total=False):
-    """What every algorithm takes by keyword, of the whole optimizer; NGNOptimizer explains each."""
-
-    loss_floor: float
-    max_grad_norm: float | None
-    backend: str
-    state: str | tuple[str, str]
-    rounding: str
-    reduce_group: Any
-    replicas: int | None
-    loss_reduction: str
 
 
 class NGNOptimizer(Optimizer):
@@ -95,7 +77,7 @@ class NGNOptimizer(Optimizer):
     _storage = Storage()
 
     def __new__(cls, *args: Any, **options: Any) -> NGNOptimizer:
-        known = _options_of(cls)
+        known = options_of(cls)
         for name in options:
             if name not in known:
                 listed = ", ".join(n for n in known if n not in ("self", "params", "defaults"))
@@ -342,7 +324,7 @@ class NGNOptimizer(Optimizer):
             plan.apply()
             plan.finish()
             self._home = plan.home
-            self._warn_of(plan.home.report.unheard_reason())
+            self._warn_of(plan.home.report.poll_skip_reason())
             return given
 
     def _exchange(self) -> Exchange | Alone:
@@ -414,7 +396,7 @@ class NGNOptimizer(Optimizer):
             and (plan.rule is self.rule or plan.rule == self.rule)
             and plan.clipping == (self._max_grad_norm is not None)
             and plan.is_of(exchange.group)
-            and plan.look(self.param_groups, self.state)
+            and plan.check(self.param_groups, self.state)
         )
         return plan if fits else None
 
@@ -465,14 +447,16 @@ class NGNOptimizer(Optimizer):
                 param.grad is not None or (known is None and "step" in self.state.get(param, ()))
             ):
                 label = self._label(group, place)
-                yield Participant(param, group, label, self._ranks.copies(param, label), number)
+                yield Participant(
+                    param, group, label, self._ranks.replicas_of(param, label), number
+                )
 
     def _make_plan(self, draft: Draft, exchange: Exchange | Alone) -> Plan:
         tables = partial(self._tables_of, alone=exchange is ALONE)
         clipping = self._max_grad_norm is not None
         groups, group = self.param_groups, exchange.group
         plan = make_plan(draft, groups, self.state, self.rule, clipping, tables, group)
-        if not plan.look(groups, self.state):
+        if not plan.check(groups, self.state):
             raise RuntimeError("a tensor was replaced while the step was being planned")
         return plan
 
@@ -591,20 +575,6 @@ class NGNOptimizer(Optimizer):
             self._skipped_before += loaded.options["skipped_steps"] - int(self.skipped_steps)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
-
-
-def _options_of(cls: type) -> list[str]:
-    """What the constructor takes, and what it passes on to the one before it."""
-    known: dict[str, None] = {}
-    for base in cls.__mro__:
-        if "__init__" not in base.__dict__:
-            continue
-        parameters = inspect.signature(base.__dict__["__init__"]).parameters.values()
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        known |= dict.fromkeys(p.name for p in parameters if p.kind in named)
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-            break
-    return list(known)
 
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:

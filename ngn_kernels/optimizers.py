@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .optimizer import NGNOptimizer, Options
+from .optimizer import NGNOptimizer
+from .options import Options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

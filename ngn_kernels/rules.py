@@ -6,18 +6,6 @@ The module imports no torch. Regularised decay is implemented for scalar step si
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import IntEnum
-
-
-class Reason(IntEnum):
-    """Why a step left everything, or some elements, as they were; the largest is reported."""
-
-    NONE = 0
-    AMP_OVERFLOW = 1
-    LOSS_NOT_FINITE = 2
-    LOSS_BELOW_FLOOR = 3
-    GRADIENT_NOT_FINITE = 4
-    ELEMENTS_KEPT = 5
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rules import Reason, Rule
-from .tables import Count, GroupColumn, Input, Inputs, Report
+from .layout import Count, GroupColumn, Input, Reason
+from .planning.tables import Inputs, Report
+from .rules import Rule
 
 
 class Shrink(NamedTuple):

@@ -5,8 +5,9 @@ set -eu
 cd "$(dirname "$0")/.."
 build=build/aarch64
 flags="-std=c++17 -O3 -Wall -Wextra -Werror -ffp-contract=off -fno-trapping-math -fno-math-errno -pthread"
-sources="csrc/cpu.cpp csrc/team.cpp tests/engine_check.cpp"
-mkdir -p "$build"
+flags="$flags -Icsrc -I$build"
+sources="csrc/cpu/engine.cpp csrc/cpu/threads.cpp tests/engine_check.cpp"
+python3 csrc/generate_layout.py "$build/layout.h"
 missing=""
 command -v aarch64-linux-gnu-g++ >/dev/null || missing="g++-aarch64-linux-gnu"
 command -v qemu-aarch64 >/dev/null || missing="$missing qemu-user"

@@ -9,8 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-
-from ngn_kernels.backends.triton_report import (
+from ngn_bench.gpu.triton_report import (
     TARGETS,
     Target,
     Variant,

@@ -10,8 +10,8 @@ import torch
 from extent import Extent, extent_of
 from helpers import DTYPES
 
-from ngn_kernels import signature
 from ngn_kernels.backends import availability
+from ngn_kernels.planning import signature
 
 hypothesis.settings.register_profile(
     "ci",

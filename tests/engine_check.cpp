@@ -6,8 +6,8 @@
 #include <limits>
 #include <vector>
 
-#include "../csrc/convert.h"
-#include "../csrc/engine.h"
+#include "cpu/dispatch.h"
+#include "cpu/engine.h"
 
 namespace {
 
@@ -25,7 +25,7 @@ struct Random {
 
 std::vector<char> random_values(DType type, int64_t n, double scale, bool positive, Random& random) {
   std::vector<char> bytes(static_cast<size_t>(n * size_of(type)));
-  with_type(type, [&](auto element) {
+  dispatch_type(type, [&](auto element) {
     using E = decltype(element);
     for (int64_t i = 0; i < n; ++i) {
       const double value = scale * random.next();

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import ngn_kernels.backends as backends
 from ngn_kernels.backends.triton import TritonBackend
-from ngn_kernels.tables import Count
+from ngn_kernels.layout import Count
 
 aten = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ngn_kernels import SkippedStepWarning
-from ngn_kernels.checks import is_dense
+from ngn_kernels.planning.checks import is_dense
 
 NAN, INF = float("nan"), float("inf")
 STATE = ("momentum_buffer", "exp_avg_sq")

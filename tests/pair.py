@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ngn_kernels.checkpoint import plain_state
 from ngn_kernels.formats import (
-    QUANTUM,
+    QUANT_BLOCK,
     REMAINDER,
+    blocks_of,
     in_memory_order,
     join_bfloat16,
-    quanta,
     rounding_of,
 )
 
@@ -74,7 +74,9 @@ def format_error(key: str, stored: Tensor, expected: Array) -> Array | float:
     sizes = torch.empty_like(stored, dtype=torch.float64)
     sizes.copy_(torch.from_numpy(np.abs(expected)))
     flat = in_memory_order(sizes)
-    largest = quanta(flat).amax(1, keepdim=True).expand(-1, QUANTUM).reshape(-1)[: flat.numel()]
+    largest = (
+        blocks_of(flat).amax(1, keepdim=True).expand(-1, QUANT_BLOCK).reshape(-1)[: flat.numel()]
+    )
     flat.copy_(error.own * flat + error.quantum * largest)
     return real64(sizes)
 

@@ -5,11 +5,12 @@ set -eu
 cd "$(dirname "$0")/.."
 build=build/sanitize_threads
 flags="-std=c++17 -O1 -g -ffp-contract=off -fno-trapping-math -fno-math-errno -pthread -fsanitize=thread"
-mkdir -p "$build"
+python3 csrc/generate_layout.py "$build/layout.h"
 export TSAN_OPTIONS=halt_on_error=1:exitcode=66
 
 check() { # a folder with csrc and tests, the name of the program
-  g++ $flags "$1/csrc/cpu.cpp" "$1/csrc/team.cpp" "$1/tests/engine_check.cpp" -o "$build/$2"
+  g++ $flags "-I$1/csrc" "-I$build" "$1/csrc/cpu/engine.cpp" "$1/csrc/cpu/threads.cpp" "$1/tests/engine_check.cpp" \
+    -o "$build/$2"
   # Where addresses are laid out at random, some kernels leave the sanitizer no room.
   setarch -R "$build/$2" 1 4 >"$build/$2.txt" 2>"$build/$2.log"
 }
@@ -25,9 +26,9 @@ rm -rf "$build/shared"
 mkdir -p "$build/shared/tests"
 cp -r csrc "$build/shared"
 cp tests/engine_check.cpp "$build/shared/tests"
-sed -i "s/bucket.partials\\[i\\] = {effective_lr/bucket.partials[0] = {effective_lr/" "$build/shared/csrc/cpu.cpp"
-if cmp -s csrc/cpu.cpp "$build/shared/csrc/cpu.cpp"; then
-  echo "tests/sanitize_threads.sh: cpu.cpp has no such line, mend the one that shares partial sums" >&2
+sed -i "s/bucket.partials\\[i\\] = {effective_lr/bucket.partials[0] = {effective_lr/" "$build/shared/csrc/cpu/engine.cpp"
+if cmp -s csrc/cpu/engine.cpp "$build/shared/csrc/cpu/engine.cpp"; then
+  echo "tests/sanitize_threads.sh: engine.cpp has no such line: correct the one that shares partial sums" >&2
   exit 1
 fi
 if check "$build/shared" race; then

@@ -1,10 +1,11 @@
-"""The shape of the code: which room may look into which, and what the doctor says."""
+"""The shape of the code: which module may import which, and what the doctor says."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,30 +14,19 @@ import pytest
 from algorithms import ALGORITHMS
 
 import ngn_kernels
-from ngn_kernels import tables
 from ngn_kernels.backends import availability
+from ngn_kernels.layout import Column, GroupColumn
+from ngn_kernels.planning import tables
 from ngn_kernels.rules import RULES
 
 PACKAGE = Path(ngn_kernels.__file__).parent
-# A module may import from earlier rooms, and from its own.
-ROOMS = (
-    *(
-        "version",
-        "rules",
-        "shards",
-        "checks",
-        "formats",
-        "backwards",
-        "loss",
-        "state",
-        "checkpoint",
-        "signature",
-        "transfer",
-        "tables",
-        "step_size",
-    ),
-    *("plan", "ranks", "backends", "hooks", "optimizer", "optimizers", "trainers", "__init__"),
-    *("doctor", "__main__"),
+# A module may import from earlier layers, and from its own. A package stands for its modules, unless
+# one of them has a layer of its own.
+LAYERS = (
+    *("version", "layout", "messages", "rules", "options", "formats", "distributed.dtensors"),
+    *("backwards", "loss", "planning.checks", "planning.state", "checkpoint", "planning.signature"),
+    *("planning.transfer", "planning.tables", "step_size", "planning", "distributed", "backends"),
+    *("hooks", "optimizer", "optimizers", "trainers", "__init__", "doctor", "__main__"),
 )
 
 
@@ -44,8 +34,14 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def layer_of(name: str) -> str:
+    """Of the dotted name of a module in the package, or of something in it."""
+    parts = name.split(".")
+    return next((n for n in (".".join(parts[:2]), parts[0]) if n in LAYERS), "__init__")
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def imports(path: Path) -> set[str]:
@@ -62,37 +58,37 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def imported_rooms(path: Path) -> set[str]:
-    inside = {name for name in imports(path) if name.split(".")[0] == "ngn_kernels"}
-    second = {name.split(".")[1] if "." in name else "__init__" for name in inside}
-    return {name if name in ROOMS else "__init__" for name in second if not name.startswith("_cpu")}
+def imported_layers(path: Path) -> set[str]:
+    inside = {n.partition(".")[2] for n in imports(path) if n.split(".")[0] == "ngn_kernels"}
+    return {layer_of(name) for name in inside if not name.startswith("_cpu")}
 
 
-def test_every_module_has_a_room() -> None:
-    assert {room_of(path) for path in modules()} <= set(ROOMS)
+def test_every_module_has_a_layer() -> None:
+    first = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules()}
+    assert first <= {layer.split(".")[0] for layer in LAYERS}
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_dependencies_point_one_way(path: Path) -> None:
-    allowed = ROOMS[: ROOMS.index(room_of(path)) + 1]
-    wrong = imported_rooms(path) - set(allowed)
-    assert not wrong, f"{room_of(path)} imports {sorted(wrong)}, which come after it"
+    layer = layer_of(name_of(path))
+    wrong = imported_layers(path) - set(LAYERS[: LAYERS.index(layer) + 1])
+    assert not wrong, f"{layer} imports {sorted(wrong)}, which come after it"
 
 
-def test_the_map_of_rooms_is_true() -> None:
-    """CONTRIBUTING.md names every room, and nothing that is not there."""
+def test_the_map_of_modules_is_true() -> None:
+    """CONTRIBUTING.md names every module, and nothing that is not there."""
     root = PACKAGE.parent
     text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
     first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     listed = {name for cell in first_cells for name in re.findall("`([^`]+)`", cell)}
     assert [name for name in listed if not (root / name).exists()] == []
-    files = [*PACKAGE.glob("[a-z]*"), *(root / "csrc").iterdir()]
-    rooms = {
+    files = [*PACKAGE.glob("[a-z]*"), *(root / "csrc").rglob("*")]
+    there = {
         str(path.relative_to(root)) + "/" * path.is_dir()
         for path in files
         if path.suffix in (".py", ".h", ".cpp") or (path / "__init__.py").exists()
     }
-    assert rooms - {"ngn_kernels/version.py"} <= listed
+    assert there - {"ngn_kernels/version.py"} <= listed
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -101,23 +97,20 @@ def test_the_benchmarks_are_never_imported(path: Path) -> None:
 
 
 @pytest.mark.skipif(availability()["cpu"] is not None, reason="the C++ extension is not built")
-@pytest.mark.parametrize("name", ["Column", "GroupColumn", "Input", "Sum", "Count"])
-def test_tables_have_the_same_columns_in_every_language(name: str) -> None:
+def test_the_extension_was_built_from_this_layout() -> None:
     from ngn_kernels import _cpu
 
-    python = {column.name.lower(): column.value for column in getattr(tables, name)}
-    assert python == _cpu.layout()[name]
-    assert sorted(python.values()) == list(range(len(python)))
-    pytest.importorskip("triton")
-    from ngn_kernels.backends import triton_kernels
+    header = runpy.run_path(str(PACKAGE.parent / "csrc" / "generate_layout.py"))["header"]()
+    assert f"LAYOUT_CHECKSUM = {_cpu.LAYOUT_CHECKSUM}u;" in header
 
-    for column in python:
-        assert getattr(triton_kernels, column.upper()).value == python[column]
+
+def test_values_of_a_group_are_in_the_order_of_their_table() -> None:
+    assert list(tables.GroupValues._fields) == [column.name.lower() for column in GroupColumn]
 
 
 def test_tables_are_read_by_name() -> None:
     """No kernel finds a column by a number."""
-    source = (PACKAGE / "backends" / "triton_kernels.py").read_text(encoding="utf-8")
+    source = (PACKAGE / "backends" / "triton" / "kernels.py").read_text(encoding="utf-8")
     loads = re.findall(r"tl\.(?:load|store|atomic_\w+)\(([^,()]*)", source)
     assert len(loads) > 20
     tables_read = re.compile(r"\b(groups|group|inputs|sums|total|counts|sizes)\b")
@@ -125,21 +118,24 @@ def test_tables_are_read_by_name() -> None:
     assert not bare, bare
 
 
-def test_rules_need_no_torch() -> None:
-    """The grid is plain Python: it loads in an interpreter where torch cannot be imported."""
-    assert not {name for name in imports(PACKAGE / "rules.py") if name.startswith("torch")}
+@pytest.mark.parametrize(("name", "found"), [("rules", "RULES"), ("layout", "Column")])
+def test_plain_modules_need_no_torch(name: str, found: str) -> None:
+    """They load by themselves in an interpreter where torch cannot be imported."""
+    assert not {module for module in imports(PACKAGE / f"{name}.py") if module.startswith("torch")}
     code = (
         "import importlib.util, sys\n"
         "sys.modules['torch'] = None\n"
-        f"spec = importlib.util.spec_from_file_location('rules', {str(PACKAGE / 'rules.py')!r})\n"
+        f"spec = importlib.util.spec_from_file_location({name!r}, {str(PACKAGE / name)!r} + '.py')\n"
         "module = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['rules'] = module\n"
+        f"sys.modules[{name!r}] = module\n"
         "spec.loader.exec_module(module)\n"
-        "print(sorted(module.RULES))\n"
+        f"print(*map(str, module.{found}))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(sorted(RULES))
+    assert done.stdout.split() == [
+        str(member) for member in {"rules": RULES, "layout": Column}[name]
+    ]
 
 
 def test_import_is_light() -> None:

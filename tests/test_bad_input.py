@@ -32,8 +32,9 @@ from layouts import LAYOUTS
 from pair import Pair
 from torch.nn import Parameter
 
-from ngn_kernels import SkippedStepWarning, signature
+from ngn_kernels import SkippedStepWarning
 from ngn_kernels.backends import availability
+from ngn_kernels.planning import signature
 
 NAN, INF = float("nan"), float("inf")
 

@@ -13,11 +13,12 @@ from helpers import assert_unchanged, params_of, random_columns, random_gradient
 from pair import Pair
 from torch import Tensor
 
-from ngn_kernels import SkippedStepWarning, plan
+from ngn_kernels import SkippedStepWarning
+from ngn_kernels.distributed.exchange import Ranks
+from ngn_kernels.layout import Reason
 from ngn_kernels.optimizer import WARNINGS
-from ngn_kernels.plan import BucketKey
-from ngn_kernels.ranks import Ranks
-from ngn_kernels.rules import Reason
+from ngn_kernels.planning import plan
+from ngn_kernels.planning.rows import BucketKey
 
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -176,7 +177,7 @@ def test_copies_bring_their_part_of_the_sums(
     """Elements that lie on two ranks bring half of their sums: as twice the loss would."""
     doubled = three_buckets(algorithm, backend)
     halved = three_buckets(algorithm, backend)
-    monkeypatch.setattr(Ranks, "copies", lambda self, param, label: 2)
+    monkeypatch.setattr(Ranks, "replicas_of", lambda self, param, label: 2)
     halved._plan = None
     halved.step(loss=0.3)
     doubled.step(loss=0.6)

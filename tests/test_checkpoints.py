@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import Parameter
 
-from ngn_kernels import SkippedStepWarning, signature
+from ngn_kernels import SkippedStepWarning
+from ngn_kernels.planning import signature
 
 NAN, INF = float("nan"), float("inf")
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import ngn_kernels
 from ngn_kernels.backends import availability
-from ngn_kernels.plan import Bucket, BucketKey, Participant, Row
+from ngn_kernels.layout import Column, DType, Rounding
+from ngn_kernels.planning.rows import Bucket, BucketKey, Participant, Row
+from ngn_kernels.planning.state import init_state
 from ngn_kernels.rules import RULES
-from ngn_kernels.state import init_state
-from ngn_kernels.tables import Column
 
 pytestmark = pytest.mark.skipif(
     availability()["cpu"] is not None, reason="the C++ extension is not built"
@@ -224,7 +224,7 @@ def make_bucket(param: Tensor, grad: Tensor) -> tuple[Bucket, Row]:
     rule = RULES["NGN"]
     state: dict[str, Tensor] = {}
     init_state(state, param, rule)
-    row = Row(Participant(param, 0, "parameter 0", copies=1), state, rule)
+    row = Row(Participant(param, 0, "parameter 0", replicas=1), state, rule)
     key = BucketKey(param.device, param.dtype, grad.dtype, torch.float32, torch.float32)
     bucket = Bucket(key, [row], None)
     bucket.table[Column.G] = [grad.data_ptr()]
@@ -243,20 +243,22 @@ def test_more_than_two_to_the_31_elements() -> None:
     with torch.no_grad():
         param[-2000:] = 1.0
         grad[-2000:] = 0.5
+    sums = np.zeros((1, 3))
     tables = _cpu.Bucket(
         table=bucket.table,
         chunks=np.ascontiguousarray(chunks[-1:]),
         groups=np.array([[1.0, 0.0, 0.0, 1.0, 0.0]]),
         inputs=np.array([1e30, 0.0, 1.0, 0.0, np.inf]),
-        sums=np.zeros((1, 3)),
+        sums=sums,
+        totals=sums,
         index=0,
         counts=np.zeros(3, dtype=np.int64),
         sizes=np.zeros(2),
-        x_type=_cpu.DType.bfloat16,
-        g_type=_cpu.DType.bfloat16,
-        m_type=_cpu.DType.float32,
-        v_type=_cpu.DType.float32,
-        rounding=_cpu.Rounding.nearest,
+        x_type=DType.BFLOAT16,
+        g_type=DType.BFLOAT16,
+        m_type=DType.FLOAT32,
+        v_type=DType.FLOAT32,
+        rounding=Rounding.NEAREST,
     )
     rule = _cpu.Rule(momentum=False, coordinate=False, rms=False, regularised=False)
     tables.reduce(rule, 2)
@@ -285,30 +287,32 @@ def test_more_than_two_to_the_31_elements() -> None:
         ({"v_type": "float16"}, "v must be float32, float64, bfloat16 or uint8"),
         ({"v_type": "int8"}, "v must be"),
         ({"g_type": "uint8"}, "must be floating-point"),
-        ({"rounding": _cpu.Rounding.exact}, "exact rounding needs bfloat16"),
-        ({"rounding": _cpu.Rounding(3)}, "no such rounding"),
-        *(({f"{column}_type": _cpu.DType(6)}, "no such element type") for column in "xgmv"),
+        ({"rounding": Rounding.EXACT}, "exact rounding needs bfloat16"),
+        ({"rounding": 3}, "no such rounding"),
+        *(({f"{column}_type": 6}, "no such element type") for column in "xgmv"),
     ],
 )
 def test_the_bindings_check_their_tables(change: dict[str, object], message: str) -> None:
     bucket, _ = make_bucket(torch.ones(9).requires_grad_(), torch.ones(9))
+    sums = np.zeros((1, 3))
     arguments: dict[str, object] = {
         "table": bucket.table,
         "chunks": bucket.chunks(_cpu.CHUNK),
         "groups": np.zeros((1, 5)),
         "inputs": np.zeros(5),
-        "sums": np.zeros((1, 3)),
+        "sums": sums,
+        "totals": sums,
         "index": 0,
         "counts": np.zeros(3, dtype=np.int64),
         "sizes": np.zeros(2),
-        "x_type": _cpu.DType.float32,
-        "g_type": _cpu.DType.float32,
-        "m_type": _cpu.DType.float32,
-        "v_type": _cpu.DType.float32,
-        "rounding": _cpu.Rounding.nearest,
+        "x_type": DType.FLOAT32,
+        "g_type": DType.FLOAT32,
+        "m_type": DType.FLOAT32,
+        "v_type": DType.FLOAT32,
+        "rounding": Rounding.NEAREST,
     }
     change = {
-        key: getattr(_cpu.DType, value) if isinstance(value, str) else value
+        key: DType[value.upper()] if isinstance(value, str) else value
         for key, value in change.items()
     }
     with pytest.raises(ValueError, match=message):
@@ -317,20 +321,22 @@ def test_the_bindings_check_their_tables(change: dict[str, object], message: str
 
 def test_the_bindings_check_for_missing_state() -> None:
     bucket, _ = make_bucket(torch.ones(9).requires_grad_(), torch.ones(9))
+    sums = np.zeros((1, 3))
     tables = _cpu.Bucket(
         table=bucket.table,
         chunks=bucket.chunks(_cpu.CHUNK),
         groups=np.zeros((1, 5)),
         inputs=np.zeros(5),
-        sums=np.zeros((1, 3)),
+        sums=sums,
+        totals=sums,
         index=0,
         counts=np.zeros(3, dtype=np.int64),
         sizes=np.zeros(2),
-        x_type=_cpu.DType.float32,
-        g_type=_cpu.DType.float32,
-        m_type=_cpu.DType.float32,
-        v_type=_cpu.DType.float32,
-        rounding=_cpu.Rounding.nearest,
+        x_type=DType.FLOAT32,
+        g_type=DType.FLOAT32,
+        m_type=DType.FLOAT32,
+        v_type=DType.FLOAT32,
+        rounding=Rounding.NEAREST,
     )
     flags = {"momentum": False, "coordinate": False, "rms": False, "regularised": False}
     with pytest.raises(ValueError, match="no momentum buffer"):
@@ -365,6 +371,13 @@ def test_threads_that_cannot_start_are_done_without() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def include_folders(generated: Path) -> list[str]:
+    """Compiler options, after writing the header that the build makes."""
+    command = [sys.executable, str(CSRC / "generate_layout.py"), str(generated / "layout.h")]
+    subprocess.run(command, check=True)
+    return ["-I", str(CSRC), "-I", str(generated)]
+
+
 FLAGS = {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq"],
@@ -378,7 +391,8 @@ def test_the_linker_cannot_mix_instruction_sets(isa: str, tmp_path: Path) -> Non
     """A function that several objects define is taken from any of them: each must be of one set."""
     out = tmp_path / "engine.o"
     command = ["g++", "-std=c++17", "-O1", "-fno-inline", f"-DNGN_ISA={isa}", *FLAGS[isa]]
-    subprocess.run([*command, "-c", str(CSRC / "cpu.cpp"), "-o", str(out)], check=True)
+    command += ["-c", str(CSRC / "cpu" / "engine.cpp"), "-o", str(out)]
+    subprocess.run([*command, *include_folders(tmp_path)], check=True)
     symbols = subprocess.run(["nm", "-C", str(out)], capture_output=True, text=True, check=True)
     shared = [line[19:] for line in symbols.stdout.splitlines() if line[17:18] in "WVu"]
     assert any("ngn::" in name for name in shared), "nothing was looked at"
@@ -410,14 +424,14 @@ def test_threads_are_torchs_own() -> None:
 def test_rule_h_is_ready_for_a_device(tmp_path: Path) -> None:
     source = tmp_path / "device.cu"
     source.write_text(
-        '#include "rule.h"\n'
+        '#include "math/rule.h"\n'
         "__global__ void kernel(ngn::Element<float>* e, const float* g, ngn::Sums s,\n"
         "                       ngn::Coefficients<float> k, ngn::Inputs t, double* out) {\n"
         "  ngn::Element<float> old = e[threadIdx.x];\n"
         "  const auto draft = ngn::draft<true, true>(old.v, g[threadIdx.x], k);\n"
         "  ngn::update<true, true>(e[threadIdx.x], draft, g[threadIdx.x], k);\n"
-        "  auto room = ngn::room_of<true, true, false>(e[threadIdx.x], k);\n"
-        "  ngn::keep(old, room, e[threadIdx.x]);\n"
+        "  auto headroom = ngn::headroom_of<true, true, false>(e[threadIdx.x], k);\n"
+        "  ngn::keep(old, headroom, e[threadIdx.x]);\n"
         "  float weighted = 0, alignment = 0;\n"
         "  ngn::contribute<true, true>(old.x, old.v, g[threadIdx.x], k, weighted, alignment);\n"
         "  *out = weighted + ngn::shrink(ngn::Rule{true, false, true, false}, s, t).rho;\n"
@@ -425,7 +439,7 @@ def test_rule_h_is_ready_for_a_device(tmp_path: Path) -> None:
     )
     command = ["nvcc", "-std=c++17", "-arch=sm_80", "-ptx", "-Werror", "all-warnings"]
     result = subprocess.run(
-        [*command, "-I", str(CSRC), str(source), "-o", str(tmp_path / "device.ptx")],
+        [*command, *include_folders(tmp_path), str(source), "-o", str(tmp_path / "device.ptx")],
         capture_output=True,
         text=True,
     )

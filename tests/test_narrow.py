@@ -21,7 +21,8 @@ from torch.nn import Parameter
 import ngn_kernels
 from ngn_kernels import SkippedStepWarning, formats
 from ngn_kernels.backends import availability
-from ngn_kernels.formats import FORMATS, QUANTUM, Format
+from ngn_kernels.formats import FORMATS, Format
+from ngn_kernels.layout import QUANT_BLOCK, DType, Rounding
 
 STATES: tuple[Any, ...] = ("bfloat16", "8bit", ("8bit", "bfloat16"), ("float32", "8bit"))
 EVERY_STATE = pytest.mark.parametrize("state", STATES, ids=str)
@@ -96,7 +97,7 @@ def test_the_engine_has_the_same_bits(isa: str, key: str, name: str, values: str
     from ngn_kernels import _cpu
 
     form, given = FORMATS[key][name], sample(values, key)
-    rounding = _cpu.Rounding.stochastic if key == "exp_avg_sq" else _cpu.Rounding.nearest
+    rounding = Rounding.STOCHASTIC if key == "exp_avg_sq" else Rounding.NEAREST
     before = _cpu.isa()
     _cpu.use_isa(isa)
     try:
@@ -105,7 +106,7 @@ def test_the_engine_has_the_same_bits(isa: str, key: str, name: str, values: str
             code, scale = form.encode(given, noise_of(given, number, step, first))
             data = torch.zeros_like(code)
             scales = torch.zeros(0 if scale is None else len(scale), dtype=torch.int32)
-            kind = getattr(_cpu.DType, str(form.storage).removeprefix("torch."))
+            kind = DType[str(form.storage).removeprefix("torch.").upper()]
             as_bytes = data.view(torch.uint8 if data.itemsize == 1 else torch.int16).numpy()
             _cpu.encode(
                 given.numpy(), as_bytes, scales.numpy(), kind, rounding,
@@ -614,7 +615,9 @@ def test_scales_that_do_not_fit(backend: str, scale: Tensor | None) -> None:
         held["exp_avg_sq_scale"] = scale
     before = snapshot(optimizer)
     random_gradients(params_of(optimizer), seed=9)
-    with pytest.raises(ValueError, match=f"needs a scale tensor.*each {QUANTUM}.*reset the state"):
+    with pytest.raises(
+        ValueError, match=f"needs a scale tensor.*each {QUANT_BLOCK}.*reset the state"
+    ):
         optimizer.step(loss=1.0)
     assert snapshot(optimizer) == before
 

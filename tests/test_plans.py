@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ngn_kernels import optimizer as module
-from ngn_kernels import signature
-from ngn_kernels.plan import Draft
+from ngn_kernels.planning import signature
+from ngn_kernels.planning.plan import Draft
 
 GROWS = pytest.mark.skipif(
     signature.NativeSignature is None or not hasattr(Tensor, "__dlpack_c_exchange_api__"),
@@ -167,3 +169,17 @@ def test_a_parameter_that_joins_and_is_refused(backend: str) -> None:
     q.grad = None
     optimizer.step(loss=1.0)
     assert snapshot(optimizer) != before
+
+
+def test_a_plan_is_freed_at_once(backend: str) -> None:
+    """Without a garbage collection: it has tensors, and the extension's tables."""
+    optimizer = many(NGNMDv1, backend)
+    gc.disable()
+    try:
+        random_gradients(params_of(optimizer), seed=0)
+        optimizer.step(loss=1.0)
+        plan = weakref.ref(optimizer._plan)
+        optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
+        assert plan() is None
+    finally:
+        gc.enable()

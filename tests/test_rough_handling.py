@@ -32,7 +32,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 import ngn_kernels
-from ngn_kernels import NGN, SkippedStepWarning, backends, signature
+from ngn_kernels import NGN, SkippedStepWarning, backends
+from ngn_kernels.planning import signature
 
 STATE = ("momentum_buffer", "exp_avg_sq")
 
@@ -283,8 +284,15 @@ def test_gradients_dropped_while_a_step_is_under_way(
 
         return drop
 
-    for name in ("reduce", "apply"):
-        monkeypatch.setattr(engine, name, dropping(getattr(engine, name)))
+    prepare = engine.prepare
+
+    def prepare_dropping(*args: Any) -> Any:
+        prepared = prepare(*args)
+        for name in ("reduce", "compute", "apply"):
+            setattr(prepared, name, dropping(getattr(prepared, name)))
+        return prepared
+
+    monkeypatch.setattr(engine, "prepare", prepare_dropping)
     for k in range(3):
         random_gradients(params, seed=k)
         pair = Pair(algorithm, optimizer)
@@ -385,10 +393,12 @@ def test_interleaved_views_are_told_apart_at_once(backend: str) -> None:
     buffer = torch.empty(20_000, 2_000)
     halves = [Parameter(buffer[:, :1000]), Parameter(buffer[:, 1000:])]
     started = time.monotonic()
-    ngn_kernels.checks.check_overlap([(half, "half") for half in halves])
+    ngn_kernels.planning.checks.check_overlap([(half, "half") for half in halves])
     assert time.monotonic() - started < 5, "it was 3 minutes"
     with pytest.raises(ValueError, match="overlap in memory"):
-        ngn_kernels.checks.check_overlap([(buffer[:, :1001], "a"), (buffer[:, 1000:], "b")])
+        ngn_kernels.planning.checks.check_overlap(
+            [(buffer[:, :1001], "a"), (buffer[:, 1000:], "b")]
+        )
 
 
 @pytest.fixture
@@ -541,10 +551,10 @@ def test_a_set_of_parameters_is_refused(backend: str) -> None:
         NGN([{"params": params}], backend=backend)
 
 
-@pytest.mark.parametrize("name", ngn_kernels.checks.FOREIGN_OPTIONS)
+@pytest.mark.parametrize("name", ngn_kernels.messages.FOREIGN_OPTIONS)
 @EVERY
 def test_keywords_of_torchs_optimizers(name: str, algorithm: Algorithm) -> None:
-    advice = ngn_kernels.checks.FOREIGN_OPTIONS[name]
+    advice = ngn_kernels.messages.FOREIGN_OPTIONS[name]
     with pytest.raises(TypeError) as caught:
         algorithm.simple([Parameter(torch.ones(2))], **{name: True})
     assert str(caught.value) == f"{algorithm.name} has no option {name}: {advice}"

@@ -12,8 +12,8 @@ from helpers import fresh, params_of, random_gradients
 from pair import Pair
 from torch.nn import Parameter
 
-from ngn_kernels import signature
-from ngn_kernels.signature import PythonSignature
+from ngn_kernels.planning import signature
+from ngn_kernels.planning.signature import PythonSignature
 
 ATTRIBUTE = "__dlpack_c_exchange_api__"
 
@@ -102,9 +102,9 @@ def test_a_gradient_on_another_device_is_looked_at_closely(monkeypatch: pytest.M
     optimizer.step(loss=1.0)
     native = optimizer._plan.signature
     assert isinstance(native, signature.NativeSignature)
-    assert native.look(optimizer.param_groups, optimizer.state) == signature.SAME
+    assert native.check(optimizer.param_groups, optimizer.state) == signature.SAME
     elsewhere.add(id(params_of(optimizer)[1].grad))
-    assert native.look(optimizer.param_groups, optimizer.state) == signature.UNUSUAL
+    assert native.check(optimizer.param_groups, optimizer.state) == signature.UNUSUAL
 
 
 def test_a_gradient_on_another_device_is_looked_at_in_python() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ngn_kernels.transfer import Copied
+from ngn_kernels.planning.transfer import Copied
 
 
 def test_numbers_are_sent_when_they_have_changed() -> None:

@@ -16,9 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 from compiled import check_resources, on_each_target
-
-from ngn_kernels.backends.triton import chunk_size
-from ngn_kernels.backends.triton_report import (
+from ngn_bench.gpu.triton_report import (
     TARGETS,
     Target,
     Variant,
@@ -27,6 +25,8 @@ from ngn_kernels.backends.triton_report import (
     spills_in_loops,
     variants,
 )
+
+from ngn_kernels.backends.triton import chunk_size
 from ngn_kernels.rules import RULES
 
 ALL = list(variants())
@@ -82,8 +82,8 @@ def test_chunks_fit_small_and_large_models(numel: int, size: int) -> None:
 
 
 def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngn_kernels.backends.triton_report.variants", lambda: ALL[:1])
-    monkeypatch.setattr("ngn_kernels.backends.triton_report.narrow_variants", lambda: ())
+    monkeypatch.setattr("ngn_bench.gpu.triton_report.variants", lambda: ALL[:1])
+    monkeypatch.setattr("ngn_bench.gpu.triton_report.narrow_variants", lambda: ())
     main(["--target", "sm_90", "--target", "gfx942"])
     lines = capsys.readouterr().out.splitlines()
     assert "sm_90" in lines[1] and "gfx942" in lines[1] and "sm_80" not in lines[1]

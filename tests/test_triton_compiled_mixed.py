@@ -11,8 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest.importorskip("triton")
 
 from compiled import check_resources, on_each_target
-
-from ngn_kernels.backends.triton_report import Target, Variant, variants
+from ngn_bench.gpu.triton_report import Target, Variant, variants
 
 
 @on_each_target(variant for variant in variants() if variant.param != variant.grad)

@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from ngn_kernels.backends.triton import triton_type
-from ngn_kernels.backends.triton_formats import load, noise, noise_words, place, store
+from ngn_kernels.backends.triton.columns import column_at, load, noise, noise_words, store
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.essential
@@ -34,7 +34,7 @@ def through(
     TYPE: tl.constexpr, ROUNDING: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store all values, load them again, and store what was loaded."""
-    where = place(row, row + 1, tl.program_id(0).to(tl.int64), TYPE, ROUNDING)
+    where = column_at(row, row + 1, tl.program_id(0).to(tl.int64), TYPE, ROUNDING)
     words = noise_words(tl.load(row + 2), tl.load(row + 3).to(tl.int32), tl.load(row + 4))
     for first in range(0, n, BLOCK):
         o = first + tl.arange(0, BLOCK)
@@ -83,7 +83,7 @@ PLACES = (0, 0, 0), (7, 62, 64), (7, 63, 2**32 - 77), (2**33 + 5, 100_000, 2**40
 def sample(case: str) -> Tensor:
     """All samples one after the other, each from a quantum on, to a size that ends within one."""
     most = 65504.0 if case == "x float16" else LIMITS.get(case, 3.38e38)
-    values = torch.cat([formats.quanta(values).flatten() for values in SAMPLES.values()])
+    values = torch.cat([formats.blocks_of(values).flatten() for values in SAMPLES.values()])
     values = values[: len(values) - 17].clamp(max=most)
     if case[0] != "v":
         values[1::2] *= -1

@@ -20,11 +20,11 @@ from fake_gpu import Event, FakeGPU, Synchronised, counting, place
 from torch import Tensor
 
 import ngn_kernels.backends as backends
+from ngn_kernels.distributed.exchange import Message, Ranks, Status
+from ngn_kernels.layout import Reason
 from ngn_kernels.optimizer import WARNINGS
-from ngn_kernels.plan import BucketKey
-from ngn_kernels.ranks import Message, Ranks, Status
-from ngn_kernels.rules import Reason
-from ngn_kernels.transfer import SPARE, Pinned
+from ngn_kernels.planning.rows import BucketKey
+from ngn_kernels.planning.transfer import SPARE, Pinned
 
 pytest.importorskip("triton")
 
@@ -427,13 +427,14 @@ WAITS = {
 def test_a_step_that_waits_is_noticed(wait: Any, fake_gpu: FakeGPU) -> None:
     optimizer, params = optimizer_of(NGNMDv1, 3)
     new_gradients(params)
-    apply = fake_gpu.backend.apply
+    launch = fake_gpu.backend.launch
 
-    def waits(bucket: Any, rule: Any, last: bool) -> None:
-        apply(bucket, rule, last)
-        wait(bucket.sums.sum())
+    def waits(prepared: Any, name: str, *args: Any) -> None:
+        launch(prepared, name, *args)
+        if name == "apply":
+            wait(prepared.memory.sums.sum())
 
-    fake_gpu.backend.apply = waits
+    fake_gpu.backend.launch = waits
     with pytest.raises(Synchronised):
         optimizer.step(loss=new_loss())
 
@@ -468,7 +469,7 @@ def test_gradients_are_sent_only_when_they_move(
         if moved:
             new_gradients(params)
         optimizer.step(loss=new_loss())
-        column = optimizer._plan.buckets[0].gradients
+        column = optimizer._plan._prepared[0].gradients
         assert sent.count(column) == wanted
         assert column.values.tolist() == [p.grad.data_ptr() for p in params if p.grad is not None]
 
@@ -516,7 +517,7 @@ def test_a_graph_of_a_device_that_is_not_current(fake_gpu: FakeGPU) -> None:
     events = len(fake_gpu.events)
     with fake_gpu.capture("cuda:1"):
         optimizer.step(loss=new_loss("cuda:1"))
-    assert len(optimizer._plan.buckets[0].gradients.in_graphs) == 1
+    assert len(optimizer._plan._prepared[0].gradients.in_graphs) == 1
     assert len(fake_gpu.events) == events, "an event of a capture cannot be asked"
 
 
@@ -527,7 +528,7 @@ def column(monkeypatch: pytest.MonkeyPatch) -> Pinned:
     monkeypatch.setattr(Pinned, "_pin", pageable)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torch.empty(0, device=device))
-    monkeypatch.setattr("ngn_kernels.transfer.is_capturing", lambda device: False)
+    monkeypatch.setattr("ngn_kernels.planning.transfer.is_capturing", lambda device: False)
     return Pinned(torch.zeros(3, dtype=torch.int64), np.zeros(3, dtype=np.int64))
 
 
@@ -554,10 +555,10 @@ def test_pinned_memory_is_not_rewritten_while_it_is_read(
 def test_pinned_memory_of_a_graph_is_never_rewritten(
     column: Pinned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ngn_kernels.transfer.is_capturing", lambda device: True)
+    monkeypatch.setattr("ngn_kernels.planning.transfer.is_capturing", lambda device: True)
     for values in ((1, 2, 3), (4, 5, 6), (1, 2, 3)):
         assert send(column, *values) == list(values)
-    monkeypatch.setattr("ngn_kernels.transfer.is_capturing", lambda device: False)
+    monkeypatch.setattr("ngn_kernels.planning.transfer.is_capturing", lambda device: False)
     column.target.zero_()
     assert send(column, 1, 2, 3) == [1, 2, 3], "a replay may have sent anything"
     for k in range(3):

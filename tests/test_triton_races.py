@@ -41,12 +41,12 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from ngn_bench.gpu.triton_report import STORAGE, narrow_variants, variants
 from ptxsim import DataRace, Kernel, SimulatedGPU, launch
 from ptxsim.backend import SimulatedBackend
 
-from ngn_kernels.backends import triton_kernels
 from ngn_kernels.backends.triton import constants
-from ngn_kernels.backends.triton_report import STORAGE, narrow_variants, variants
+from ngn_kernels.backends.triton import kernels as triton_kernels
 
 # Two chunks each; the second one ends in the middle of a vector.
 SHAPES = ([(2100,)], [(2051,)])
@@ -169,7 +169,7 @@ def changed(tmp_path: Path) -> Callable[..., ModuleType]:
         assert body.count(old) == 1, f"{old!r} is not in {kernel}"
         file = tmp_path / "triton_kernels.py"
         file.write_text(SOURCE[:begin] + body.replace(old, new) + SOURCE[begin + len(body) :])
-        spec = importlib.util.spec_from_file_location("ngn_kernels.backends.changed", file)
+        spec = importlib.util.spec_from_file_location("ngn_kernels.backends.triton.changed", file)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -21,7 +21,8 @@ from torch.nn import Parameter
 
 import ngn_kernels.backends as backends
 from ngn_kernels import formats
-from ngn_kernels.tables import Column, Input, Inputs
+from ngn_kernels.layout import Column, Input
+from ngn_kernels.planning.tables import Inputs
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("these tests compile, the interpreter does not", allow_module_level=True)
@@ -73,7 +74,7 @@ def run(pairs: Iterator[Pair]) -> Pair:
     return last
 
 
-COLUMNS = ("x", "g", "m", "v", "m_scale", "v_scale", "rest")
+COLUMNS = ("x", "g", "m", "v", "m_scale", "v_scale", "remainder")
 
 
 def element_bytes(launches: list[Any]) -> int:
@@ -161,16 +162,17 @@ def test_offsets_beyond_32_bits(
     optimizer.step(loss=1.0)
     pair = Pair(algorithm, optimizer)
     pair.expect(1.0)
-    (bucket,) = optimizer._plan.buckets
+    plan = optimizer._plan
+    (bucket,), (prepared,) = plan.buckets, plan._prepared
     begin = 3 << 31
-    bucket.prepared.host_chunks[:, 1] += begin
+    prepared.host_chunks[:, 1] += begin
     bucket.table[Column.NUMEL] += begin
     widths = {Column.X: dtype.itemsize, Column.G: dtype.itemsize, Column.M: 4, Column.V: 4}
     for column, width in widths.items():
         bucket.table[column] -= begin * width
-    for reduction in optimizer._plan.reductions:
-        bucket.backend.reduce(bucket, reduction)
-    bucket.backend.apply(bucket, optimizer.rule, last=True)
+    for index in range(len(plan.rounds)):
+        prepared.reduce(index)
+    prepared.apply(last=True)
     pair.check_step()
 
 

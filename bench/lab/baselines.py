@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ngn_kernels.state import plain
+from ngn_kernels.planning.state import plain
 
 Betas = tuple[float, float]
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ngn_kernels.formats import FLOAT32, FORMATS, LARGEST, Format, noise, noise_key, quanta
+from ngn_kernels.formats import FLOAT32, FORMATS, LARGEST, Format, blocks_of, noise, noise_key
 
 from ..report import Table, columns, print_table
 
@@ -36,14 +36,14 @@ def root_format(halvings: int) -> Format:
     power = 2.0**halvings
 
     def encode(v: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-        rows = quanta(v)
+        rows = blocks_of(v)
         largest = rows.amax(1, keepdim=True)
         share = (rows / largest.clamp(min=1e-38)) ** (1 / power)
-        code = (255 * share + quanta(random) / 2.0**32).floor().clamp(max=255)
+        code = (255 * share + blocks_of(random) / 2.0**32).floor().clamp(max=255)
         return code.to(torch.uint8).flatten()[: v.numel()], largest.flatten()
 
     def decode(code: Tensor, largest: Tensor) -> Tensor:
-        return ((quanta(code) / 255.0) ** power * largest[:, None]).flatten()[: code.numel()]
+        return ((blocks_of(code) / 255.0) ** power * largest[:, None]).flatten()[: code.numel()]
 
     return Format(torch.uint8, torch.float32, LARGEST, encode, decode)  # type: ignore[arg-type]
 

@@ -4,38 +4,12 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Protocol
 
 import torch
 
-from ..checks import warn
-from ..plan import Bucket, BucketKey
-from ..rules import Rule
-
-
-class Backend(Protocol):
-    """Two passes over a bucket. Neither returns anything to Python or waits for the device."""
-
-    name: str
-    # Of rows, rather than addresses from their table; such a one has a draft(bucket, rule), too, which
-    # computes what apply() then writes: it is called for all buckets before the first apply().
-    takes_tensors: bool
-
-    def unfit(self, key: BucketKey) -> str | None:
-        """Why this backend cannot serve such a bucket, or None."""
-
-    def prepare(self, bucket: Bucket) -> None:
-        """Build the tables that stay the same while the plan does."""
-
-    def reduce(self, bucket: Bucket, rule: Rule) -> None:
-        """Write the bucket's row of `bucket.sums`, and nothing else."""
-
-    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        """From the sums of all buckets, update parameters, state and report in place.
-
-        The last bucket's apply counts the step if any bucket had a reason to.
-        """
-
+from ..messages import warn
+from ..planning.plan import Backend
+from ..planning.rows import BucketKey
 
 NAMES = ("triton", "cpu", "reference")
 

@@ -8,22 +8,26 @@ import shutil
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from ..plan import Bucket, BucketKey
+from ..layout import DType, Rounding
+from ..planning.plan import Memory
+from ..planning.rows import Bucket, BucketKey
 from ..rules import Rule
 from . import Unavailable, is_real_float
+
+_missing: ImportError | None = None
+try:
+    from .. import _cpu
+except ImportError as error:
+    _missing = error
 
 
 class CpuBackend:
     name = "cpu"
-    takes_tensors = False
-
-    def __init__(self, extension: Any) -> None:
-        self.extension = extension
-        self._rule = cache(self._convert)
 
     def unfit(self, key: BucketKey) -> str | None:
         if key.device.type != "cpu":
@@ -33,50 +37,73 @@ class CpuBackend:
                 return f"{what} of {dtype}; float64, float32, bfloat16 and float16 are supported"
         return None
 
-    def prepare(self, bucket: Bucket) -> None:
-        key, inputs, report = bucket.key, bucket.tables.inputs, bucket.tables.report
-        bucket.prepared = self.extension.Bucket(
+    def prepare(
+        self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
+    ) -> CpuBucket:
+        return CpuBucket(bucket, memory, rule, rounds)
+
+
+class CpuBucket:
+    """One bucket's tables in the extension, which reads the host's memory as it is."""
+
+    def __init__(
+        self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
+    ) -> None:
+        key, inputs, report = bucket.key, memory.inputs, memory.report
+        self._bucket = _cpu.Bucket(
             table=bucket.table,
-            chunks=bucket.chunks(self.extension.CHUNK),
+            chunks=bucket.chunks(_cpu.CHUNK),
             groups=inputs.groups.numpy(),
             inputs=inputs.scalars.numpy(),
-            sums=bucket.sums.numpy(),
-            totals=bucket.totals.numpy(),
-            index=bucket.index,
+            sums=memory.sums.numpy(),
+            totals=memory.totals.numpy(),
+            index=memory.bucket_index,
             counts=report.counts.numpy(),
             sizes=report.sizes.numpy(),
-            x_type=self._dtype(key.param),
-            g_type=self._dtype(key.grad),
-            m_type=self._dtype(key.m),
-            v_type=self._dtype(key.v),
-            rounding=getattr(self.extension.Rounding, key.rounding),
+            x_type=_type_of(key.param),
+            g_type=_type_of(key.grad),
+            m_type=_type_of(key.m),
+            v_type=_type_of(key.v),
+            rounding=Rounding[key.rounding.upper()],
         )
+        self._rule = _rule_of(rule)
+        self._rounds = [_rule_of(rule if summed is None else summed) for summed in rounds]
 
-    def reduce(self, bucket: Bucket, rule: Rule) -> None:
-        bucket.prepared.reduce(self._rule(rule), torch.get_num_threads())
+    def load_gradients(self) -> None:
+        pass
 
-    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        bucket.prepared.apply(self._rule(rule), torch.get_num_threads(), last)
+    def reduce(self, index: int) -> None:
+        self._bucket.reduce(self._rounds[index], torch.get_num_threads())
 
-    def _dtype(self, dtype: torch.dtype) -> Any:
-        return getattr(self.extension.DType, str(dtype).removeprefix("torch."))
+    def compute(self) -> None:
+        pass
 
-    def _convert(self, rule: Rule) -> Any:
-        return self.extension.Rule(
-            momentum=rule.momentum,
-            coordinate=rule.coordinate,
-            rms=rule.rms,
-            regularised=rule.regularised,
-        )
+    def apply(self, last: bool) -> None:
+        self._bucket.apply(self._rule, torch.get_num_threads(), last)
+
+    def finish(self, params: list[Tensor]) -> None:
+        increment_version(params)
+
+
+def _type_of(dtype: torch.dtype) -> DType:
+    return DType[str(dtype).removeprefix("torch.").upper()]
+
+
+@cache
+def _rule_of(rule: Rule) -> _cpu.Rule:
+    return _cpu.Rule(
+        momentum=rule.momentum,
+        coordinate=rule.coordinate,
+        rms=rule.rms,
+        regularised=rule.regularised,
+    )
 
 
 def load() -> CpuBackend:
-    try:
-        from .. import _cpu as extension
-    except ImportError as error:
-        raise Unavailable(_why_missing(error)) from error
-    extension.use_team_launcher(_team_launcher())
-    return CpuBackend(extension)
+    if _missing is not None:
+        raise Unavailable(_why_missing(_missing)) from _missing
+    _cpu.use_team_launcher(_team_launcher())
+    return CpuBackend()
 
 
 def _why_missing(error: ImportError) -> str:

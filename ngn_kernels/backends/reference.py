@@ -25,9 +25,13 @@ from ..formats import (
     stochastic_bfloat16,
     stochastic_float16,
 )
-from ..plan import Bucket, BucketKey, Row
-from ..rules import Reason, Rule
+from ..layout import GroupColumn, Input, Reason, Sum
+from ..planning.plan import Memory
+from ..planning.rows import Bucket, BucketKey, Row
+from ..planning.tables import Inputs
+from ..rules import Rule
 from ..step_size import (
+    Telemetry,
     clip_factor,
     effective_lr,
     loss_above_floor,
@@ -35,7 +39,6 @@ from ..step_size import (
     telemetry,
     write_telemetry,
 )
-from ..tables import GroupColumn, Input, Inputs, Sum
 from . import is_real_float
 
 
@@ -127,7 +130,7 @@ class Write(NamedTuple):
     value: Tensor
 
 
-class Held:
+class StateColumn:
     """One column of a row: loaded as numbers, and stored in its format."""
 
     def __init__(
@@ -153,14 +156,14 @@ class Held:
             return
         values = torch.empty_like(self.data, dtype=torch.float32)
         values.copy_(torch.where(fits, new, self.old))
-        random = noise(self.row.noise_key, self.row.step, values.numel(), self.row.first)
+        random = noise(self.row.noise_key, self.row.step, values.numel(), self.row.offset)
         code, scale = encoded(values, random, self.form)
         yield Write(self.data, torch.where(go, code, self.data))
         if self.scale is not None and scale is not None:
             yield Write(self.scale, torch.where(go, scale, self.scale))
 
 
-class HeldParameter:
+class ParameterColumn:
     """The same of a parameter, which is stored as its `rounding` says."""
 
     def __init__(self, row: Row, rounding: str, dtype: torch.dtype) -> None:
@@ -182,38 +185,39 @@ class HeldParameter:
         if self.rounding == "stochastic":
             values = torch.empty_like(x, dtype=torch.float32).copy_(keep)
             random = other_noise(
-                noise(self.row.noise_key, self.row.step, x.numel(), self.row.first)
+                noise(self.row.noise_key, self.row.step, x.numel(), self.row.offset)
             )
             to_half = stochastic_bfloat16 if x.dtype == torch.bfloat16 else stochastic_float16
             yield Write(in_memory_order(x), to_half(in_memory_order(values), random))
         elif self.rounding == "exact":
             assert remainder is not None
-            near, rest = split_bfloat16(keep.to(torch.float32))
+            near, low = split_bfloat16(keep.to(torch.float32))
             yield Write(x, near)
-            yield Write(remainder, rest)
+            yield Write(remainder, low)
         else:
             yield Write(x, torch.where(go & fits, new.to(x.dtype), x))
 
 
-def columns(rule: Rule, row: Row, key: BucketKey) -> tuple[HeldParameter, Held | None, Held | None]:
+def columns(
+    rule: Rule, row: Row, key: BucketKey
+) -> tuple[ParameterColumn, StateColumn | None, StateColumn | None]:
     """x, m and v of a row, as far as the rule has them."""
     dtype = compute_dtype(key)
     m = row.m if rule.momentum else None
     v = row.v if rule.rms else None
     return (
-        HeldParameter(row, key.rounding, dtype),
-        None if m is None else Held("momentum_buffer", m, row.m_scale, row, dtype),
-        None if v is None else Held("exp_avg_sq", v, row.v_scale, row, dtype),
+        ParameterColumn(row, key.rounding, dtype),
+        None if m is None else StateColumn("momentum_buffer", m, row.m_scale, row, dtype),
+        None if v is None else StateColumn("exp_avg_sq", v, row.v_scale, row, dtype),
     )
 
 
-def old(column: Held | None) -> Tensor | None:
+def old(column: StateColumn | None) -> Tensor | None:
     return None if column is None else column.old
 
 
 class ReferenceBackend:
     name = "reference"
-    takes_tensors = True
 
     def unfit(self, key: BucketKey) -> str | None:
         for what, dtype in (("parameters", key.param), ("gradients", key.grad)):
@@ -221,68 +225,83 @@ class ReferenceBackend:
                 return f"{what} of {dtype}; float64, float32, bfloat16 and float16 are supported"
         return None
 
-    def prepare(self, bucket: Bucket) -> None:
+    def prepare(
+        self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
+    ) -> ReferenceBucket:
+        return ReferenceBucket(bucket, memory, rule, rounds)
+
+
+class ReferenceBucket:
+    """One bucket, a row at a time."""
+
+    def __init__(
+        self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
+    ) -> None:
+        self.key, self.rows = bucket.key, bucket.rows
+        self.memory, self.rule, self.rounds = memory, rule, rounds
+        self.dtype = compute_dtype(bucket.key)
+        self._writes: list[Write] = []
+        self._telemetry: Telemetry | None = None
+
+    def load_gradients(self) -> None:
         pass
 
-    def reduce(self, bucket: Bucket, rule: Rule) -> None:
-        inputs, sums, dtype = bucket.tables.inputs, bucket.sums, compute_dtype(bucket.key)
+    def _rows_with_gradients(self) -> list[tuple[Row, Tensor]]:
+        gradients = zip(self.rows, self.memory.gradients(), strict=True)
+        return [(row, g.to(self.dtype)) for row, g in gradients if g is not None]
+
+    def reduce(self, index: int) -> None:
+        rule, inputs, sums = self.rounds[index], self.memory.inputs, self.memory.sums
+        assert rule is not None
         one = torch.ones((), dtype=sums.dtype, device=sums.device)
         max_grad_norm = inputs.scalars[Input.MAX_GRAD_NORM]
-        norm = bucket.totals.sum(0)[Sum.NORM]
+        norm = self.memory.totals.sum(0)[Sum.NORM]
         clip = clip_factor(norm, max_grad_norm) if rule.rms else one
         total = torch.zeros(len(Sum), dtype=sums.dtype, device=sums.device)
-        for row in bucket.rows:
-            g = row.held
-            if g is None:
-                continue
+        for row, g in self._rows_with_gradients():
             k = coefficients(rule, inputs, row, clip, one)
-            x, _, v = columns(rule, row, bucket.key)
-            weighted, alignment = contribute(rule, x.old, old(v), g.to(dtype), k)
+            x, _, v = columns(rule, row, self.key)
+            weighted, alignment = contribute(rule, x.old, old(v), g, k)
             lr = inputs.groups[row.group, GroupColumn.LR]
             weight_decay = inputs.groups[row.group, GroupColumn.WEIGHT_DECAY]
-            weighted_sum = weighted.sum(dtype=sums.dtype) / row.copies
+            weighted_sum = weighted.sum(dtype=sums.dtype) / row.replicas
             total[Sum.WEIGHTED].add_(effective_lr(rule, lr, weight_decay) * weighted_sum)
             if alignment is not None:
                 total[Sum.ALIGNMENT].add_(
-                    lr * weight_decay * alignment.sum(dtype=sums.dtype) / row.copies
+                    lr * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas
                 )
             if not rule.rms:
                 total[Sum.NORM].add_(weighted_sum)
         written = Sum.NORM if rule.rms else len(Sum)
-        sums[bucket.index].narrow(0, 0, written).copy_(total.narrow(0, 0, written))
+        sums[self.memory.bucket_index].narrow(0, 0, written).copy_(total.narrow(0, 0, written))
 
-    def draft(self, bucket: Bucket, rule: Rule) -> None:
-        """All that apply() will write."""
-        inputs, report, dtype = (
-            bucket.tables.inputs,
-            bucket.tables.report,
-            compute_dtype(bucket.key),
-        )
-        rho, clip, reason = shrink(rule, bucket.totals.sum(0), inputs)
+    def compute(self) -> None:
+        rule, inputs = self.rule, self.memory.inputs
+        rho, clip, reason = shrink(rule, self.memory.totals.sum(0), inputs)
         go = reason == 0
-        writes: list[Write] = []
-        for row in bucket.rows:
-            g = row.held
-            if g is None:
-                continue
+        self._writes = []
+        for row, g in self._rows_with_gradients():
             k = coefficients(rule, inputs, row, clip, rho)
-            x, m, v = held = columns(rule, row, bucket.key)
-            new = update(rule, x.old, old(m), old(v), g.to(dtype), k)
-            stored = [(c, n) for c, n in zip(held, new, strict=True) if c and n is not None]
+            x, m, v = loaded = columns(rule, row, self.key)
+            new = update(rule, x.old, old(m), old(v), g, k)
+            stored = [(c, n) for c, n in zip(loaded, new, strict=True) if c and n is not None]
             fits = torch.stack([column.fits(value) for column, value in stored]).all(0)
             for column, value in stored:
-                writes += column.stored(value, fits, go)
-            writes.append(Write(row.step, row.step + go))
+                self._writes += column.stored(value, fits, go)
+            self._writes.append(Write(row.step, row.step + go))
             kept = go & ~fits.all()
             reason = reason.masked_fill(kept, int(Reason.ELEMENTS_KEPT))
-        bucket.drafted = writes, telemetry(rule, inputs, rho, go, reason, report)
+        self._telemetry = telemetry(rule, inputs, rho, go, reason, self.memory.report)
 
-    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        (writes, new), bucket.drafted = bucket.drafted, None
-        while writes:  # each value is freed once it is written
-            target, value = writes.pop()
+    def apply(self, last: bool) -> None:
+        assert self._telemetry is not None
+        while self._writes:  # each value is freed once it is written
+            target, value = self._writes.pop()
             target.copy_(value)
-        write_telemetry(new, bucket.tables.report, last)
+        write_telemetry(self._telemetry, self.memory.report, last)
+
+    def finish(self, params: list[Tensor]) -> None:
+        pass
 
 
 def load() -> ReferenceBackend:

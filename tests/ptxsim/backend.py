@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import ngn_kernels.backends.triton_kernels as kernels
-from ngn_kernels.backends.triton import TritonBackend
-from ngn_kernels.plan import Bucket
+import ngn_kernels.backends.triton.kernels as kernels
+from ngn_kernels.backends.triton import TritonBackend, TritonBucket
 from ngn_kernels.rules import Rule
 
 from .driver import Launched, SimulatedGPU
@@ -21,14 +20,16 @@ class SimulatedBackend(TritonBackend):
         super().__init__(kernels, gpu.get_current_target, device_type="cpu")
         self.gpu = gpu
 
-    def _launch(self, name: str, bucket: Bucket, rule: Rule, args: tuple[Any, ...]) -> None:
-        tables, inputs, report = bucket.prepared, bucket.tables.inputs, bucket.tables.report
+    def launch(
+        self, prepared: TritonBucket, name: str, rule: Rule, args: tuple[Any, ...], index: int = -1
+    ) -> None:
+        tables, inputs, report = prepared, prepared.memory.inputs, prepared.memory.report
         reduces = name == "reduce"
         memory = Memory()
-        for i, row in enumerate(bucket.rows):
-            row.hold_gradient()
-            columns = {"x": row.x, "g": row.held, "m": row.m, "v": row.v, "step": row.step}
-            columns |= {"m_scale": row.m_scale, "v_scale": row.v_scale, "rest": row.remainder}
+        for i, row in enumerate(prepared.bucket.rows):
+            gradient = row.gradient(row.param.grad)
+            columns = {"x": row.x, "g": gradient, "m": row.m, "v": row.v, "step": row.step}
+            columns |= {"m_scale": row.m_scale, "v_scale": row.v_scale, "remainder": row.remainder}
             for column, tensor in columns.items():
                 if tensor is not None:
                     memory.register(tensor, f"{column}{i}", read_only=reduces or column == "g")
@@ -36,9 +37,9 @@ class SimulatedBackend(TritonBackend):
         for label, tensor in fixed.items():
             memory.register(tensor, label, read_only=True)
         memory.register(inputs.scalars, "inputs", read_only=True)
-        memory.register(bucket.sums, "sums", read_only=not reduces)
-        if bucket.totals is not bucket.sums:
-            memory.register(bucket.totals, "totals", read_only=True)
+        memory.register(prepared.memory.sums, "sums", read_only=not reduces)
+        if prepared.memory.totals is not prepared.memory.sums:
+            memory.register(prepared.memory.totals, "totals", read_only=True)
         if reduces:
             memory.register(tables.partials, "partials")
             memory.register(tables.reduce_ticket, "ticket")
@@ -47,7 +48,7 @@ class SimulatedBackend(TritonBackend):
             memory.register(report.sizes, "sizes")
             memory.register(tables.apply_ticket, "ticket")
         self.gpu.memory = memory
-        super()._launch(name, bucket, rule, args)
+        super().launch(prepared, name, rule, args, index)
 
 
 def column_bytes(launches: list[Launched]) -> dict[str, Counter[str]]:

@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 from ngn_kernels import NGNMDv1, NGNMDv2, SkippedStepWarning
+from ngn_kernels.distributed.dtensors import first_element
 from ngn_kernels.formats import decoded, narrow_format
-from ngn_kernels.shards import first_element
 from ranks.layouts import mesh_of
 
 PLACEMENTS = {

@@ -398,8 +398,8 @@ def constant_steps(
     algorithm: str, steps: int, clipping: float | None = None, copied: bool = False
 ) -> list[float]:
     """rho of each step in which only the first rank has gradients, and a loss that never changes."""
-    from ngn_kernels import tables
-    from ngn_kernels.transfer import Copied
+    from ngn_kernels.planning import tables
+    from ngn_kernels.planning.transfer import Copied
     from ranks.layouts import algorithm_named
 
     kept, told = tables.numbers_of, []
@@ -429,8 +429,8 @@ def constant_steps(
 
 def overflow_once() -> list[int]:
     """Steps skipped so far, after each of three; the other rank's scaler overflowed in the first."""
-    from ngn_kernels import tables
-    from ngn_kernels.transfer import Copied
+    from ngn_kernels.planning import tables
+    from ngn_kernels.planning.transfer import Copied
 
     kept, counts = tables.numbers_of, []
     tables.numbers_of = lambda target, values=None: Copied(target, target.numpy().copy())

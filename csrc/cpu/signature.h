@@ -1,7 +1,6 @@
-// What a plan was made of, and whether it still is: asked once per step of every parameter, gradient and
-// state tensor. The answers come through DLPack's C exchange API, which torch offers on its tensor type
-// (2.10 and newer): a stable interface, and several times cheaper than the same questions from Python.
-// ngn_kernels/signature.py has the same in Python.
+// Detects when a cached plan must be rebuilt: every step compares each parameter, gradient and state tensor with
+// those of the plan. The tensors are read through DLPack's C exchange API, which torch offers on its tensor type
+// (2.10 and newer): a stable interface, several times faster than Python. ngn_kernels has the same in Python.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -13,11 +12,13 @@
 #include <unordered_set>
 #include <vector>
 
+#include "layout.h"
+
 namespace ngn {
 
 namespace py = pybind11;
 
-// The public layouts of DLPack 1.3, as far as they are needed here.
+// The structs of DLPack 1.3 that are needed here.
 namespace dlpack {
 struct Device {
   int32_t type, id;
@@ -54,14 +55,11 @@ struct ExchangeApi {
 };
 }  // namespace dlpack
 
-// What a look at all tensors tells; signature.py has the same numbers.
-enum Seen : int { SAME, MOVED, UNUSUAL, STALE, GROWN };
-
 inline py::object interned(const char* name) {
   return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
 }
 
-// An attribute that a class keeps in a slot: where the slot lies is looked up once for each class.
+// An attribute that a class keeps in a slot; the slot's offset is looked up once for each class.
 struct Attribute {
   explicit Attribute(const char* name) : key(interned(name)) {}
 
@@ -117,8 +115,8 @@ class Signature {
     extend(state, rows, columns, py::array_t<int64_t>(0));
   }
 
-  // Parameters that had no row have one now. `columns` take the place of the old ones; `places` are those of all
-  // rows in them, the old rows first, or empty where that is their order.
+  // Add rows for parameters that had none. `columns` replace the old ones. `places` are the indices in them of all rows,
+  // the old rows first; empty if rows and columns are in the same order.
   void extend(const py::dict& state, const py::list& rows, const py::list& columns, const py::array_t<int64_t>& places) {
     states_.clear();
     for (const auto& item : state) {
@@ -126,7 +124,7 @@ class Signature {
       states_.push_back(py::reinterpret_borrow<py::object>(item.second));
     }
     for (const py::handle item : rows) add_row(py::reinterpret_borrow<py::tuple>(item));
-    held_.resize(rows_.size());
+    gradients_.resize(rows_.size());
     columns_.clear();
     std::vector<int64_t*> slots;
     for (const py::handle item : columns) {
@@ -148,68 +146,68 @@ class Signature {
     }
   }
 
-  // Compare all with what was there at the start. GROWN: all is as it was, but for gradients of parameters without
-  // a row. Unless that or STALE: the gradients' addresses are in the columns (0 for none, UNUSUAL_ADDRESS where
-  // a closer look is needed), and they are held.
-  int look(const py::object& groups, const py::dict& state) {
+  // Compare all tensors with those of the plan. GROWN: they are the same, but parameters without a row have gradients.
+  // Unless that or STALE, write the gradients' addresses into the columns (0 for none, UNUSUAL_ADDRESS where a gradient
+  // must be checked), and keep references to the gradients.
+  Guard check(const py::object& groups, const py::dict& state) {
     if (!same_groups(groups) || !same_state(state)) return STALE;
     bool grown = false;
     for (size_t i = 0; i < idle_.size() && !grown; ++i) grown = !gradient_of(idle_[i]).is_none();
-    // Two loops: each one's code stays in the instruction cache, both together would not.
+    // Two loops: the code of each fits the instruction cache, that of both would not.
     for (size_t i = 0; i < rows_.size(); ++i) {
-      if (i + AHEAD < rows_.size()) fetch(rows_[i + AHEAD]);
       if (is_stale(rows_[i])) return STALE;
     }
     if (grown) return GROWN;
-    int seen = SAME;
+    Guard found = SAME;
     for (size_t i = 0; i < rows_.size(); ++i) {
-      held_[i] = gradient_of(rows_[i].param.ptr());
-      const int64_t address = gradient_address(rows_[i], held_[i]);
+      gradients_[i] = gradient_of(rows_[i].param.ptr());
+      const int64_t address = gradient_address(rows_[i], gradients_[i]);
       if (address == UNUSUAL_ADDRESS) {
-        seen = UNUSUAL;
-      } else if (address != *slots_[i] && seen == SAME) {
-        seen = MOVED;
+        found = UNUSUAL;
+      } else if (address != *slots_[i] && found == SAME) {
+        found = MOVED;
       }
       *slots_[i] = address;
     }
-    return seen;
+    return found;
   }
 
-  // The kernels are done: the gradients need not be kept any longer.
+  // The gradients that check() has found, in the order of the rows; None where there is none.
+  py::list gradients() const {
+    py::list found;
+    for (const py::object& gradient : gradients_) found.append(gradient ? gradient : py::none());
+    return found;
+  }
+
+  // The kernels have run: drop the references to the gradients.
   void release() {
-    for (py::object& gradient : held_) gradient = py::object();
+    for (py::object& gradient : gradients_) gradient = py::object();
   }
-
-  static constexpr int64_t UNUSUAL_ADDRESS = -1;
 
  private:
-  static constexpr size_t AHEAD = 4;                       // rows
-  static constexpr uintptr_t LINE = 64, TENSOR_IMPL = 184, SMALL_DICT = 160;  // bytes
-
-  // Shape and strides lie in extents_, all rows' together, where a look meets them one after the other.
+  // Shape and strides are in extents_, those of all rows one after the other, in the order of the comparison.
   struct Place {
     int64_t address;
     dlpack::Device device;
     dlpack::DataType dtype;
     int32_t ndim;
-    size_t first;
+    size_t first_extent;
   };
 
   struct State {
     py::object name, tensor;
     int64_t address;
     dlpack::DataType dtype;
-    Place order;  // the row's, or of a step count or scales their own
+    Place order;  // that of the row; of a step count or scales, their own
     bool sharded;
   };
 
   struct Row {
     py::object param;
     py::object state;
-    py::object spec;  // how a DTensor is spread over ranks; none of other tensors
+    py::object spec;  // how a DTensor is distributed over ranks; null for other tensors
     Place place, order;
     size_t first_state, end_state;  // in state_tensors_
-    size_t first_line, end_line;    // in lines_
     dlpack::DataType gradient_type;
     bool may_be_negated;  // has one element
   };
@@ -222,58 +220,27 @@ class Signature {
     if (is_sharded(row.param)) row.spec = spec_.of(row.param);
     const py::object part = part_of(row.param, bool(row.spec));
     row.place = place(part.ptr());
-    row.first_line = lines_.size();
-    note_lines(row.param, part);
     row.order = py::object(item[1]).is(part) ? row.place : place(py::object(item[1]).ptr());
-    row.gradient_type = look_at(py::object(item[4]).ptr()).dtype;
+    row.gradient_type = tensor_of(py::object(item[4]).ptr()).dtype;
     row.first_state = state_tensors_.size();
     for (const py::handle key : py::tuple(item[3])) {
       const py::object name = py::reinterpret_borrow<py::object>(key), tensor = row.state[key];
       const bool sharded = is_sharded(tensor);
-      const py::object seen_part = part_of(tensor, sharded);
-      note_lines(tensor, seen_part);
-      const dlpack::Tensor seen = look_at(seen_part.ptr());
-      const bool like_row = same_kind(seen, seen.dtype, row.order);
-      const Place order = like_row ? row.order : place(seen_part.ptr());
-      state_tensors_.push_back({name, tensor, seen.address(), seen.dtype, order, sharded});
+      const py::object tensor_part = part_of(tensor, sharded);
+      const dlpack::Tensor t = tensor_of(tensor_part.ptr());
+      const bool like_row = same_kind(t, t.dtype, row.order);
+      const Place order = like_row ? row.order : place(tensor_part.ptr());
+      state_tensors_.push_back({name, tensor, t.address(), t.dtype, order, sharded});
     }
     row.end_state = state_tensors_.size();
-    note(row.state.ptr(), sizeof(PyDictObject));
-    note(reinterpret_cast<PyDictObject*>(row.state.ptr())->ma_keys, SMALL_DICT);
-    row.end_line = lines_.size();
     row.may_be_negated = true;
     for (int32_t d = 0; d < row.order.ndim; ++d) {
-      row.may_be_negated = row.may_be_negated && extents_[row.order.first + 2 * d] == 1;
+      row.may_be_negated = row.may_be_negated && extents_[row.order.first_extent + 2 * d] == 1;
     }
     rows_.push_back(std::move(row));
   }
 
-  // The memory that a look at a tensor waits for: the Python object, torch's own, and its storage's.
-  void note_lines(const py::object& tensor, const py::object& part) {
-    const auto address = [](const py::object& object) {
-      return reinterpret_cast<const void*>(py::cast<uintptr_t>(object.attr("_cdata")));
-    };
-    if (!tensor.is(part)) note(tensor.ptr(), LINE);
-    note(part.ptr(), LINE / 2);
-    note(address(part), TENSOR_IMPL);
-    note(address(part.attr("untyped_storage")()), LINE);
-  }
-
-  // Only hints: a wrong address costs time and nothing else.
-  void note(const void* object, uintptr_t bytes) {
-    const auto first = reinterpret_cast<uintptr_t>(object);
-    for (uintptr_t line = first / LINE; line <= (first + bytes - 1) / LINE; ++line) {
-      lines_.push_back(reinterpret_cast<const char*>(line * LINE));
-    }
-  }
-
-  // Ask for it all at once, some rows ahead, instead of for one after the other. After a backward pass
-  // nothing of it is in a cache: this halves the time of a look.
-  void fetch(const Row& row) const {
-    for (size_t i = row.first_line; i < row.end_line; ++i) __builtin_prefetch(lines_[i]);
-  }
-
-  dlpack::Tensor look_at(PyObject* tensor) const {
+  dlpack::Tensor tensor_of(PyObject* tensor) const {
     dlpack::Tensor out;
     if (api_->tensor_from_object(tensor, &out) != 0) throw py::error_already_set();
     return out;
@@ -283,19 +250,19 @@ class Signature {
     return Py_TYPE(tensor.ptr()) != tensor_type_ && py::hasattr(tensor, part_.key);
   }
 
-  // What of a tensor lies on this rank.
+  // The local part of a tensor.
   py::object part_of(const py::object& tensor, bool sharded) const {
     return sharded ? part_.of(tensor) : tensor;
   }
 
   Place place(PyObject* tensor) {
-    const dlpack::Tensor t = look_at(tensor);
+    const dlpack::Tensor t = tensor_of(tensor);
     const Place place = {t.address(), t.device, t.dtype, t.ndim, extents_.size()};
     for (int32_t d = 0; d < t.ndim; ++d) extents_.insert(extents_.end(), {t.shape[d], t.strides[d]});
     return place;
   }
 
-  // Itself if it is a list or a tuple, and otherwise a list of what it holds.
+  // A list or tuple itself; a list of the items of any other iterable.
   static py::object sequence(PyObject* iterable) {
     PyObject* fast = PySequence_Fast(iterable, "groups and their parameters must be sequences");
     if (!fast) throw py::error_already_set();
@@ -308,9 +275,9 @@ class Signature {
     size_t next = 0;
     for (size_t g = 0; g < sizes_.size(); ++g) {
       PyObject* group = PySequence_Fast_GET_ITEM(groups.ptr(), g);
-      PyObject* held = PyDict_Check(group) ? PyDict_GetItemWithError(group, params_key_.ptr()) : nullptr;
-      if (!held) return false;
-      const py::object params = sequence(held);
+      PyObject* found = PyDict_Check(group) ? PyDict_GetItemWithError(group, params_key_.ptr()) : nullptr;
+      if (!found) return false;
+      const py::object params = sequence(found);
       if (static_cast<size_t>(PySequence_Fast_GET_SIZE(params.ptr())) != sizes_[g]) return false;
       for (size_t i = 0; i < sizes_[g]; ++i, ++next) {
         if (PySequence_Fast_GET_ITEM(params.ptr(), i) != params_[next].ptr()) return false;
@@ -329,20 +296,20 @@ class Signature {
     return true;
   }
 
-  // Whether a parameter or one of its state tensors was replaced, or lies elsewhere than at the start.
+  // Whether a parameter or one of its state tensors was replaced or moved.
   bool is_stale(const Row& row) const {
-    const dlpack::Tensor param = row.spec ? look_at(part_of(row.param, true).ptr()) : look_at(row.param.ptr());
+    const dlpack::Tensor param = row.spec ? tensor_of(part_of(row.param, true).ptr()) : tensor_of(row.param.ptr());
     if (param.address() != row.place.address || !same_kind(param, row.place.dtype, row.place)) return true;
     Py_ssize_t position = 0;
     for (size_t i = row.first_state; i < row.end_state; ++i) {
       const State& state = state_tensors_[i];
-      // In the order that the state was made in, there is nothing to look up.
+      // Keys that are in the order of the plan need no lookup.
       PyObject *name, *value;
       if (!PyDict_Next(row.state.ptr(), &position, &name, &value) || name != state.name.ptr()) {
         value = PyDict_GetItemWithError(row.state.ptr(), state.name.ptr());
       }
       if (value != state.tensor.ptr()) return true;
-      const dlpack::Tensor tensor = state.sharded ? look_at(part_of(state.tensor, true).ptr()) : look_at(value);
+      const dlpack::Tensor tensor = state.sharded ? tensor_of(part_of(state.tensor, true).ptr()) : tensor_of(value);
       if (tensor.address() != state.address) return true;
       if (!same_kind(tensor, state.dtype, state.order)) return true;
     }
@@ -355,7 +322,7 @@ class Signature {
     return py::reinterpret_steal<py::object>(grad);
   }
 
-  // Of a plain gradient; 0 of none, UNUSUAL_ADDRESS of one that must be looked at more closely.
+  // 0 for no gradient, UNUSUAL_ADDRESS for one that must be checked.
   int64_t gradient_address(const Row& row, const py::object& grad) const {
     if (grad.is_none()) return 0;
     if (row.spec) {
@@ -374,16 +341,16 @@ class Signature {
       return UNUSUAL_ADDRESS;
     }
     if (!same_kind(tensor, row.gradient_type, row.order)) return UNUSUAL_ADDRESS;
-    if (row.gradient_type.code == dlpack::COMPLEX) return UNUSUAL_ADDRESS;  // it may be lazily conjugated
+    if (row.gradient_type.code == dlpack::COMPLEX) return UNUSUAL_ADDRESS;  // it may be conjugated lazily
     if (row.may_be_negated && is_negated(grad)) return UNUSUAL_ADDRESS;
     if (tensor.address()) return tensor.address();
-    return is_empty(tensor) ? 1 : UNUSUAL_ADDRESS;  // a gradient without elements is one, too
+    return is_empty(tensor) ? EMPTY_ADDRESS : UNUSUAL_ADDRESS;
   }
 
-  // Dimensions of size 1 have no say in the memory order.
+  // Dimensions of size 1 play no part in the memory order.
   bool same_kind(const dlpack::Tensor& t, const dlpack::DataType& dtype, const Place& place) const {
     if (!(t.dtype == dtype) || !(t.device == place.device) || t.ndim != place.ndim) return false;
-    const int64_t* extent = extents_.data() + place.first;
+    const int64_t* extent = extents_.data() + place.first_extent;
     for (int32_t d = 0; d < t.ndim; ++d, extent += 2) {
       if (t.shape[d] != extent[0]) return false;
       if (t.shape[d] != 1 && t.strides[d] != extent[1]) return false;
@@ -398,8 +365,8 @@ class Signature {
     return false;
   }
 
-  // torch's lazily negated tensors hold the negative of what DLPack shows. They are imaginary parts, so only
-  // those of one element are dense; asking all would cost as much as two looks at each.
+  // torch's lazily negated tensors hold the negative of what DLPack shows. They are imaginary parts, so that only those
+  // of one element are dense; asking every gradient would cost as much as two comparisons of it.
   bool is_negated(const py::object& grad) const {
     const py::object answer = py::reinterpret_steal<py::object>(PyObject_CallOneArg(is_neg_.ptr(), grad.ptr()));
     if (!answer) throw py::error_already_set();
@@ -415,12 +382,11 @@ class Signature {
   std::vector<int64_t> extents_;
   std::vector<State> state_tensors_;
   std::vector<Row> rows_;
-  std::vector<const char*> lines_;
-  std::vector<PyObject*> idle_;  // parameters that have no row
+  std::vector<PyObject*> idle_;  // parameters without a row
   std::vector<py::array_t<int64_t>> columns_;
   std::vector<int64_t*> slots_;
-  std::vector<py::object> held_;
-  py::object grad_, is_neg_;  // of torch.Tensor, looked up once: parameters here have no other class
+  std::vector<py::object> gradients_;
+  py::object grad_, is_neg_;  // attributes of torch.Tensor
 };
 
 }  // namespace ngn

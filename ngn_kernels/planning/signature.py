@@ -1,6 +1,6 @@
-"""What a plan was made of, and whether it still is: the one place that decides it.
+"""Detects when a cached plan must be rebuilt.
 
-In C++ (csrc/signature.h) where torch offers DLPack's exchange API, and here for every other torch.
+In C++ (csrc/cpu/signature.h) where torch offers DLPack's exchange API, and here for every other torch.
 """
 
 from __future__ import annotations
@@ -12,23 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .shards import local, same_placement
+from ..distributed.dtensors import local, same_placement
+from ..layout import EMPTY_ADDRESS, UNUSUAL_ADDRESS, Guard
 from .state import same_order
 
 try:
-    from ._cpu import Signature as NativeSignature
+    from .._cpu import Signature as NativeSignature
 except ImportError:
     NativeSignature = None  # type: ignore[assignment, misc]
 
-# What a look at all tensors tells; csrc/signature.h has the same numbers.
-SAME = 0  # all is where it was
-MOVED = 1  # gradients came, went, or lie elsewhere
-UNUSUAL = 2  # a gradient needs a closer look: of another type, device or memory order, sparse, lazy
-STALE = 3  # something else than a gradient was replaced, or lies elsewhere than at first
-GROWN = 4  # nothing was, but parameters that have no row have gradients now; only C++ tells
-
-EMPTY_ADDRESS = 1  # of a gradient without elements, which torch gives as 0
-UNUSUAL_ADDRESS = -1  # of a gradient that needs a closer look
+SAME, MOVED, UNUSUAL, STALE, GROWN = Guard
 
 
 class SignatureRow(NamedTuple):
@@ -42,11 +35,11 @@ class SignatureRow(NamedTuple):
 
 
 class Signature(Protocol):
-    def look(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
+    def check(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
         """Compare all with what was there at the start.
 
         Unless STALE or GROWN, the gradients' addresses are in the columns: 0 for none, UNUSUAL_ADDRESS
-        where a closer look is needed. They are held until `release`.
+        where a closer look is needed. References to them are kept until `release`.
         """
 
     def extend(
@@ -58,8 +51,11 @@ class Signature(Protocol):
     ) -> None:
         """Add rows after GROWN; `places` are those of all rows in the new columns, old ones first."""
 
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients that `check` has found, in the order of the rows."""
+
     def release(self) -> None:
-        """The kernels are done: the gradients need not be kept any longer."""
+        """Drop the references to the gradients."""
 
 
 def make_signature(
@@ -95,7 +91,7 @@ class PythonSignature:
         taken = {id(row.param) for row in rows}
         self._idle = [p for group in groups for p in group if id(p) not in taken]
         self._places = [self._place(row) for row in rows]
-        self._held: list[Tensor | None] = []
+        self._gradients: list[Tensor | None] = []
 
     @staticmethod
     def _place(row: SignatureRow) -> list[Any]:
@@ -119,19 +115,20 @@ class PythonSignature:
             )
             and len(state) == len(self._states)
             and all(
-                key is known and value is held
-                for (key, value), (known, held) in zip(state.items(), self._states, strict=True)
+                key is known and value is kept
+                for (key, value), (known, kept) in zip(state.items(), self._states, strict=True)
             )
             and all(param.grad is None for param in self._idle)
             and [self._place(row) for row in self._rows] == self._places
         )
 
-    def look(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
+    def check(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
         if self._is_stale(groups, state):
             return STALE
-        self._held = [row.param.grad for row in self._rows]
+        self._gradients = [row.param.grad for row in self._rows]
         found = [
-            _gradient_address(row, grad) for row, grad in zip(self._rows, self._held, strict=True)
+            _gradient_address(row, grad)
+            for row, grad in zip(self._rows, self._gradients, strict=True)
         ]
         moved = found != [address for column in self._columns for address in column.tolist()]
         first = 0
@@ -149,8 +146,11 @@ class PythonSignature:
     ) -> None:
         raise NotImplementedError("it never says GROWN")
 
+    def gradients(self) -> list[Tensor | None]:
+        return self._gradients
+
     def release(self) -> None:
-        self._held = []
+        self._gradients = []
 
 
 def _gradient_address(row: SignatureRow, grad: Tensor | None) -> int:

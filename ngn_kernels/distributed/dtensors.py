@@ -75,7 +75,7 @@ def _shard(tensor: Any) -> tuple[int, list[Tensor]]:
     return number, indices
 
 
-def copies(tensor: Tensor) -> int:
+def mesh_replicas(tensor: Tensor) -> int:
     """How many ranks of a DTensor's mesh hold the same elements."""
     spec: Any = tensor
     count = 1
@@ -105,3 +105,18 @@ def placed_like(tensor: Any, other: Any) -> Tensor:
         tensor = tensor.int()  # process groups send no int16
     placed: Tensor = tensor.redistribute(placements=other.placements)
     return placed
+
+
+# Attributes that others leave on parameters which they have flattened.
+FLATTENED = {
+    ("_fsdp_flattened", "_is_flat_param"): "FSDP1",
+    ("ds_id", "ds_status", "_hp_mapping"): "DeepSpeed ZeRO",
+}
+
+
+def flattened_by(param: Tensor) -> str | None:
+    """Who has made a parameter a part of a flat one, of which each rank has a shard."""
+    for marks, owner in FLATTENED.items():
+        if any(hasattr(param, mark) for mark in marks):
+            return owner
+    return None

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .formats import Storage
-from .plan import Plan, copy_to
-from .shards import copies, is_sharded
-from .tables import GroupValues, Input, array_of, float_type
-from .transfer import is_capturing
+from ..formats import Storage
+from ..layout import Input
+from ..planning.plan import Plan, copy_to
+from ..planning.tables import GroupValues, array_of, float_type
+from ..planning.transfer import is_capturing
+from .dtensors import is_sharded, mesh_replicas
 
 
 class Message(IntEnum):
@@ -95,7 +96,7 @@ class Ranks:
             )
         return group if dist.get_world_size(group) > 1 else None
 
-    def copies(self, param: Tensor, label: str) -> int:
+    def replicas_of(self, param: Tensor, label: str) -> int:
         """How many ranks of the group hold the same elements of a parameter."""
         group = self.group()
         if group is None:
@@ -107,9 +108,9 @@ class Ranks:
                 "ordinary parameter must lie on that many ranks"
             )
         replicas = self.replicas or size
-        return self._mesh_copies(param, label, group, replicas) if is_sharded(param) else replicas
+        return self._mesh_replicas(param, label, group, replicas) if is_sharded(param) else replicas
 
-    def _mesh_copies(self, param: Any, label: str, group: Any, replicas: int) -> int:
+    def _mesh_replicas(self, param: Any, label: str, group: Any, replicas: int) -> int:
         """Of a DTensor: those on its mesh, times the meshes that hold the same elements.
 
         A parameter that lies whole on `replicas` ranks lies on `replicas / mesh size` such meshes.
@@ -127,7 +128,7 @@ class Ranks:
                 f"the {len(members)} in reduce_group: one must divide the other for replicas= to say "
                 "how many meshes hold the same elements"
             )
-        return copies(param) * max(1, replicas // size)
+        return mesh_replicas(param) * max(1, replicas // size)
 
     def agreement(
         self,

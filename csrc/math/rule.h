@@ -1,7 +1,8 @@
-// The element math, once, for host and device, with the names of reference.py, which shows it plainly:
-//   contribute()  one element's part of the sums, nothing is written
-//   shrink()      the sums to rho, the clip factor, and whether the step may happen
-//   update()      one element's new x, m, v; its first half, up to the divisor, is draft() here
+// The element math for host and device, with the names of reference.py, which shows it plainly:
+//   contribute()  one element's part of the sums; writes nothing
+//   shrink()      from the sums to rho, the clip factor, and whether the step may happen
+//   draft()       one element's new v, and what its gradient is divided by
+//   update()      one element's new x, m, v
 #pragma once
 
 #include <cmath>
@@ -10,26 +11,26 @@
 #include <limits>
 #include <type_traits>
 
-#include "arithmetic.h"
-#include "tables.h"
+#include "math/arithmetic.h"
+#include "math/tables.h"
 
 namespace ngn {
 inline namespace NGN_ISA {
 
-// What every element of a chunk shares, in the type the chunk is computed in. The bias correction of v
-// comes in here and not with every element: with u = 2 sqrt(1 - beta2^t), D u = eps u + 2 sqrt(v).
+// What all elements of a chunk share, in the type of the computation. The bias correction of v is part of
+// these and not applied to each element: with u = 2 sqrt(1 - beta2^t), D u = eps u + 2 sqrt(v).
 template <typename T>
 struct Coefficients {
-  T gradient_scale;  // s / grad_scale; whoever loads g multiplies by it
+  T gradient_scale;  // s / grad_scale; loading g multiplies by it
   T beta1, beta2, one_minus_beta2;
   T eps;             // eps u
   T step;            // (1 - beta1) gamma u; of coordinate rules (1 - beta1) min(c, 2h) u
   T flatness;        // 2h / max(c, 2h), coordinate rules
   T curvature;       // c u / max(c, 2h), coordinate rules
   T decay;           // lambda c, or lambda a
-  T x_limit;         // the smallest magnitude that the storage of x rounds to infinity
-  T m_limit;         // the same of m
-  T v_limit;         // and of v
+  T x_limit;         // the smallest magnitude that storing x takes to infinity
+  T m_limit;         // the same for m
+  T v_limit;         // the same for v
   double unit;       // u; 1 without RMS
 };
 
@@ -41,8 +42,8 @@ struct Shrink {
 
 NGN_HD inline bool is_finite(double value) { return value - value == 0; }
 
-// h: how far the loss is above its floor
-NGN_HD inline double height(const Inputs& inputs) { return inputs.loss - inputs.loss_floor; }
+// h
+NGN_HD inline double loss_above_floor(const Inputs& inputs) { return inputs.loss - inputs.loss_floor; }
 
 // s = min(1, max_grad_norm / (norm + 1e-6))
 NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
@@ -53,9 +54,9 @@ NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
 
 // rho = max(0, 2h - W) / (2h + Q), 1 where 0/0
 NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const Inputs& inputs) {
-  const double h = height(inputs);
+  const double h = loss_above_floor(inputs);
   const double clip = clip_factor(sums.norm, inputs.max_grad_norm);
-  // Without RMS the sum was taken over unclipped gradients.
+  // Without RMS the sum is over unclipped gradients.
   const double q = rule.rms ? sums.weighted : clip * clip * sums.weighted;
   const double denominator = 2 * h + q;
   const double above = 2 * h - sums.alignment;
@@ -75,7 +76,7 @@ NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const Inputs& in
   return {rho, clip, reason};
 }
 
-// a_j: the lr, or the lr that regularised decay leaves of it
+// a_j: the lr; with regularised decay c / (1 + lambda c)
 NGN_HD inline double effective_lr(const Rule& rule, const Group& group) {
   return rule.regularised ? group.lr / (1 + group.weight_decay * group.lr) : group.lr;
 }
@@ -86,8 +87,8 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
                                            T m_limit, T v_limit) {
   const double a = effective_lr(rule, group);
   const double unit = rule.rms ? 2 * std::sqrt(1 - std::pow(group.beta2, step_count)) : 1.0;
-  // gamma = min(c, 2h) / (flatness D + curvature g^2): divided by the larger of c and 2h, nothing overflows.
-  const double two_h = 2 * height(inputs);
+  // gamma = min(c, 2h) / (flatness D + curvature g^2): both are divided by max(c, 2h), so that nothing overflows.
+  const double two_h = 2 * loss_above_floor(inputs);
   const double smaller = group.lr < two_h ? group.lr : two_h, larger = group.lr < two_h ? two_h : group.lr;
   const double gamma = rule.coordinate ? smaller : a * rho;
   Coefficients<T> k;
@@ -107,7 +108,7 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
   return k;
 }
 
-// V is a scalar T or a vector of them; both know the same operators. g comes unscaled and clipped.
+// V is a scalar T or a vector of them; both have the same operators. g is already unscaled and clipped.
 
 // v <- beta2 v + (1 - beta2) g^2
 template <typename V, typename T>
@@ -131,8 +132,8 @@ NGN_HD inline void contribute(V x, V v, V g, const Coefficients<T>& k, V& weight
   if constexpr (REGULARISED) alignment = multiply_add(g, x, alignment);
 }
 
-// How far the magnitude of a value is below a limit, counted in floating-point numbers: negative if
-// it is not below it, or not a number. Integer arithmetic leaves the busy floating-point units alone.
+// The distance of a value's magnitude to a limit, in floating-point numbers: negative if the magnitude is not
+// below the limit, or not a number. Integer arithmetic, because the floating-point units are busy.
 template <typename V, typename T>
 NGN_HD inline auto headroom(V value, T limit) {
   using Integer = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
@@ -149,8 +150,8 @@ struct Element {
   V x, m, v;
 };
 
-// What the rest of an update has to wait for: the new v, and what g is divided by. They take long
-// enough to be worth computing ahead of it.
+// The first half of an update: the new v, and what g is divided by. Both take long, so that loops compute them
+// some vectors ahead of the second half.
 template <typename V>
 struct Draft {
   V v, divisor;
@@ -169,7 +170,7 @@ NGN_HD inline Draft<V> draft(V v, V g, const Coefficients<T>& k) {
   return {v, divisor};
 }
 
-// x, m, v to their new values.
+// The second half: x, m, v to their new values.
 template <bool MOMENTUM, bool DECAY, typename V, typename T>
 NGN_HD inline void update(Element<V>& element, const Draft<V>& draft, V g, const Coefficients<T>& k) {
   auto& [x, m, v] = element;
@@ -181,22 +182,22 @@ NGN_HD inline void update(Element<V>& element, const Draft<V>& draft, V g, const
   x = x - m;
 }
 
-// Negative where one of them would not be finite in its storage type: the caller must keep() the old ones
-// there. NARROW: m or v may be stored in a type with less room than T.
+// Negative where x, m or v would not be finite in its storage type: there the caller must keep() the old values.
+// NARROW: m or v may be stored in a type of a smaller range than T.
 template <bool MOMENTUM, bool RMS, bool NARROW, typename V, typename T>
-NGN_HD inline auto room_of(const Element<V>& element, const Coefficients<T>& k) {
-  // A non-finite m makes x so, too, and so does an infinite v whose root is estimated.
-  auto room = headroom(element.x, k.x_limit);
-  if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) room |= headroom(element.m, k.m_limit);
-  if constexpr (RMS && (NARROW || !estimates_root<T>)) room |= headroom(element.v, k.v_limit);
-  return room;
+NGN_HD inline auto headroom_of(const Element<V>& element, const Coefficients<T>& k) {
+  // A non-finite m makes x non-finite, and so does an infinite v whose root is estimated.
+  auto least = headroom(element.x, k.x_limit);
+  if constexpr (MOMENTUM && (NARROW || sizeof(T) == 8)) least |= headroom(element.m, k.m_limit);
+  if constexpr (RMS && (NARROW || !estimates_root<T>)) least |= headroom(element.v, k.v_limit);
+  return least;
 }
 
-template <typename V, typename Room>
-NGN_HD inline void keep(const Element<V>& old, Room room, Element<V>& element) {
-  element.x = room < 0 ? old.x : element.x;
-  element.m = room < 0 ? old.m : element.m;
-  element.v = room < 0 ? old.v : element.v;
+template <typename V, typename Headroom>
+NGN_HD inline void keep(const Element<V>& old, Headroom headroom, Element<V>& element) {
+  element.x = headroom < 0 ? old.x : element.x;
+  element.m = headroom < 0 ? old.m : element.m;
+  element.v = headroom < 0 ? old.v : element.v;
 }
 
 }  // namespace NGN_ISA

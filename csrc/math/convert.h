@@ -1,12 +1,12 @@
-// Element types to and from the type a block is computed in, with integer arithmetic that every
-// compiler vectorises and that gives the same bits on every instruction set.
+// Element types to and from the type of the computation, with integer arithmetic that every compiler
+// vectorises and that gives the same bits on every instruction set; and the limits of each type.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
-#include "tables.h"
+#include "math/tables.h"
 
 namespace ngn {
 inline namespace NGN_ISA {
@@ -57,27 +57,27 @@ inline void narrow(float value, float16& to) {
 inline void narrow(double value, bfloat16& to) { narrow(static_cast<float>(value), to); }
 inline void narrow(double value, float16& to) { narrow(static_cast<float>(value), to); }
 
-// The smallest magnitude that a storage type rounds to infinity.
+// The smallest magnitude that storing takes to infinity.
 template <typename T>
 inline T overflow_limit(DType type) {
   constexpr T infinity = std::numeric_limits<T>::infinity();
   switch (type) {
     case DType::float64: return infinity;
-    case DType::float32: return sizeof(T) > 4 ? static_cast<T>(0x1.ffffffp127) : infinity;
-    case DType::bfloat16: return static_cast<T>(0x1.ffp127);
-    case DType::float16: return static_cast<T>(65520.0);
-    case DType::int8: return static_cast<T>(0x1.fc0002p127);  // after 127 times the largest scale
+    case DType::float32: return sizeof(T) > 4 ? static_cast<T>(FLOAT32_LIMIT) : infinity;
+    case DType::bfloat16: return static_cast<T>(BFLOAT16_LIMIT);
+    case DType::float16: return static_cast<T>(FLOAT16_LIMIT);
+    case DType::int8: return static_cast<T>(INT8_LIMIT);
     case DType::uint8: return infinity;
   }
   __builtin_unreachable();
 }
 
-// The smallest magnitude that rounding at random may take to infinity.
+// The same with stochastic rounding.
 template <typename T>
 inline T stochastic_limit(DType type) {
   switch (type) {
-    case DType::bfloat16: return static_cast<T>(0x1.fe0002p127);
-    case DType::float16: return static_cast<T>(0x1.ffc002p15);
+    case DType::bfloat16: return static_cast<T>(STOCHASTIC_BFLOAT16_LIMIT);
+    case DType::float16: return static_cast<T>(STOCHASTIC_FLOAT16_LIMIT);
     case DType::float64:
     case DType::float32:
     case DType::int8:
@@ -96,20 +96,6 @@ inline int64_t size_of(DType type) {
     case DType::uint8: return 1;
   }
   __builtin_unreachable();
-}
-
-// Of a type that has an element for each number; the codes of int8 and uint8 mean nothing without their scales.
-template <typename F>
-inline void with_type(DType type, F&& f) {
-  switch (type) {
-    case DType::float64: return f(double{});
-    case DType::float32: return f(float{});
-    case DType::bfloat16: return f(bfloat16{});
-    case DType::float16: return f(float16{});
-    case DType::int8:
-    case DType::uint8: break;
-  }
-  __builtin_trap();
 }
 
 }  // namespace NGN_ISA

@@ -1,14 +1,14 @@
-"""The two Triton kernels, with the names and the order of math of rule.h and reference.py.
+"""The two Triton kernels, with the functions of rule.h and reference.py by the same names.
 
     reduce  one partial sum per chunk; the block that completes the last chunk of the step adds them
-    apply   rho from the sums at its head; then x, m and v in place; the last block counts the step
+    apply   rho from the sums at its start; then x, m and v in place; the last block counts the step
 
-A block works on one chunk. Where tensors lie, how long they are, hyper-parameters and step counts
-all come from tables on the device, so only a new rule or a new element type compiles anything.
+A block works on one chunk. Addresses, sizes, hyper-parameters and step counts all come from tables
+on the device, so that only a new rule or a new element type compiles anything.
 
 What a whole chunk shares is computed in float64 and pinned to float32; elements are float32.
-Names in here: `i_` index, `n_` count, `o` offsets, `p_` address, `b_` a block of values,
-UPPERCASE compile-time constants.
+Names: `i_` index, `n_` count, `o` offsets, `p_` address, `b_` a block of values, UPPERCASE
+compile-time constants.
 """
 
 from __future__ import annotations
@@ -16,13 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rules import Reason
-from ..tables import Column, Count, GroupColumn, Input, Size, Sum
-from .triton import THREADS
-from .triton_formats import (
-    EXACT,
-    QUANTUM,
-    STOCHASTIC,
+from .columns import (
+    column_at,
     device,
     is_aligned,
     limit,
@@ -30,36 +25,53 @@ from .triton_formats import (
     noise,
     noise_words,
     other_noise,
-    place,
     store,
 )
-
-X, G, M, V = (tl.constexpr(int(c)) for c in (Column.X, Column.G, Column.M, Column.V))
-STEP, NUMEL = tl.constexpr(int(Column.STEP)), tl.constexpr(int(Column.NUMEL))
-GROUP, COPIES = tl.constexpr(int(Column.GROUP)), tl.constexpr(int(Column.COPIES))
-NOISE_KEY, FIRST = tl.constexpr(int(Column.NOISE_KEY)), tl.constexpr(int(Column.FIRST))
-REMAINDER = tl.constexpr(int(Column.REMAINDER))
-M_SCALE, V_SCALE = tl.constexpr(int(Column.M_SCALE)), tl.constexpr(int(Column.V_SCALE))
-LR, BETA1 = tl.constexpr(int(GroupColumn.LR)), tl.constexpr(int(GroupColumn.BETA1))
-BETA2, EPS = tl.constexpr(int(GroupColumn.BETA2)), tl.constexpr(int(GroupColumn.EPS))
-WEIGHT_DECAY = tl.constexpr(int(GroupColumn.WEIGHT_DECAY))
-GROUP_COLUMNS = tl.constexpr(len(GroupColumn))
-LOSS, LOSS_FLOOR = tl.constexpr(int(Input.LOSS)), tl.constexpr(int(Input.LOSS_FLOOR))
-GRAD_SCALE, FOUND_INF = tl.constexpr(int(Input.GRAD_SCALE)), tl.constexpr(int(Input.FOUND_INF))
-MAX_GRAD_NORM = tl.constexpr(int(Input.MAX_GRAD_NORM))
-WEIGHTED, ALIGNMENT = tl.constexpr(int(Sum.WEIGHTED)), tl.constexpr(int(Sum.ALIGNMENT))
-NORM, SUMS = tl.constexpr(int(Sum.NORM)), tl.constexpr(len(Sum))
-REASON, SKIPPED = tl.constexpr(int(Count.REASON)), tl.constexpr(int(Count.SKIPPED))
-LAST_REASON = tl.constexpr(int(Count.LAST_REASON))
-SHRINK, STEP_SIZES = tl.constexpr(int(Size.SHRINK)), tl.constexpr(int(Size.STEP_SIZES))
-
-NONE, AMP_OVERFLOW = tl.constexpr(int(Reason.NONE)), tl.constexpr(int(Reason.AMP_OVERFLOW))
-LOSS_NOT_FINITE = tl.constexpr(int(Reason.LOSS_NOT_FINITE))
-LOSS_BELOW_FLOOR = tl.constexpr(int(Reason.LOSS_BELOW_FLOOR))
-GRADIENT_NOT_FINITE = tl.constexpr(int(Reason.GRADIENT_NOT_FINITE))
-ELEMENTS_KEPT = tl.constexpr(int(Reason.ELEMENTS_KEPT))
-
-INFINITY = tl.constexpr(float("inf"))
+from .layout_constants import (
+    ALIGNMENT,
+    AMP_OVERFLOW,
+    BETA1,
+    BETA2,
+    ELEMENTS_KEPT,
+    EPS,
+    EXACT,
+    FOUND_INF,
+    GRAD_SCALE,
+    GRADIENT_NOT_FINITE,
+    GROUP,
+    GROUP_COLUMNS,
+    INFINITY,
+    LAST_REASON,
+    LOSS,
+    LOSS_BELOW_FLOOR,
+    LOSS_FLOOR,
+    LOSS_NOT_FINITE,
+    LR,
+    M_SCALE,
+    MAX_GRAD_NORM,
+    NOISE_KEY,
+    NONE,
+    NORM,
+    NUMEL,
+    OFFSET,
+    QUANT_BLOCK,
+    REASON,
+    REMAINDER,
+    REPLICAS,
+    SHRINK,
+    SKIPPED,
+    STEP,
+    STEP_SIZES,
+    STOCHASTIC,
+    SUMS,
+    V_SCALE,
+    WEIGHT_DECAY,
+    WEIGHTED,
+    G,
+    M,
+    V,
+    X,
+)
 
 # An argument per line would hide the kernels behind their lists.
 # fmt: off
@@ -85,8 +97,8 @@ def sum_buckets(totals, n_buckets):
 
 
 @device
-def height(inputs):
-    """h: how far the loss is above its floor"""
+def loss_above_floor(inputs):
+    """h"""
     return tl.load(inputs + LOSS) - tl.load(inputs + LOSS_FLOOR)
 
 
@@ -94,10 +106,10 @@ def height(inputs):
 def shrink(totals, n_buckets, inputs, RMS: tl.constexpr):
     """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0; the clip factor; why the step must not happen"""
     weighted, alignment, norm = sum_buckets(totals, n_buckets)
-    h = height(inputs)
+    h = loss_above_floor(inputs)
     max_grad_norm = tl.load(inputs + MAX_GRAD_NORM)
     clip = clip_factor(norm, max_grad_norm)
-    # Without RMS the sum was taken over unclipped gradients.
+    # Without RMS the sum is over unclipped gradients.
     q = weighted if RMS else clip * clip * weighted
     denominator = 2 * h + q
     above = 2 * h - alignment
@@ -113,19 +125,43 @@ def shrink(totals, n_buckets, inputs, RMS: tl.constexpr):
 
 @device
 def effective_lr(lr, weight_decay, REGULARISED: tl.constexpr):
-    """a_j: the lr, or the lr that regularised decay leaves of it"""
+    """a_j: the lr; with regularised decay c / (1 + lambda c)"""
     return lr / (1 + weight_decay * lr) if REGULARISED else lr
 
 
 @device
-def moment_coefficients(groups, i_group, p_step):
+def moment_coefficients(group, p_step):
     """beta2, 1 - beta2, eps, 1 / (1 - beta2^t)"""
-    group = groups + GROUP_COLUMNS * i_group
     beta2 = tl.load(group + BETA2)
     eps = tl.load(group + EPS)
     count = tl.load(p_step.to(tl.pointer_type(tl.float32))).to(tl.float64) + 1
     bias = 1 - tl.exp(count * tl.log(beta2))
     return beta2.to(tl.float32), (1 - beta2).to(tl.float32), eps.to(tl.float32), (1 / bias).to(tl.float32)
+
+
+@device
+def coefficients(inputs, group, clip, rho, COORDINATE: tl.constexpr, REGULARISED: tl.constexpr):
+    """s / grad_scale, beta1, step, flatness, curvature, decay"""
+    lr = tl.load(group + LR)
+    beta1 = tl.load(group + BETA1)
+    weight_decay = tl.load(group + WEIGHT_DECAY)
+    a = effective_lr(lr, weight_decay, REGULARISED)
+    gradient_scale = clip / tl.load(inputs + GRAD_SCALE)
+    gamma = a * rho
+    flatness, curvature = 1.0, 0.0
+    if COORDINATE:
+        # Divided by the larger of the two, neither overflows; both are 0 where c and h are.
+        two_h = 2 * loss_above_floor(inputs)
+        gamma = tl.minimum(lr, two_h)
+        larger = tl.maximum(lr, two_h)
+        flatness = tl.where(larger == 0, 0.0, two_h / larger).to(tl.float32)
+        curvature = tl.where(larger == 0, 0.0, lr / larger).to(tl.float32)
+    step = (1 - beta1) * gamma
+    decay = weight_decay * a
+    return (
+        gradient_scale.to(tl.float32), beta1.to(tl.float32), step.to(tl.float32), flatness, curvature,
+        decay.to(tl.float32),
+    )
 
 
 @device
@@ -143,6 +179,56 @@ def preconditioner(b_v, k_v):
 
 
 @device
+def contribute(b_v, b_g, k_v, RMS: tl.constexpr):
+    """The elements' parts of the sum of g^2 / D."""
+    if RMS:
+        return tl.div_rn(b_g * b_g, preconditioner(second_moment(b_v, b_g, k_v), k_v))
+    else:
+        return b_g * b_g
+
+
+@device
+def draft(b_v, b_g, k, k_v, COORDINATE: tl.constexpr, RMS: tl.constexpr):
+    """The first half of an update: the new v, and gamma g / D, 0 where 0/0."""
+    gradient_scale, beta1, step, flatness, curvature, decay = k
+    b_displacement = step * b_g
+    b_divisor = 1.0
+    if RMS:
+        b_v = second_moment(b_v, b_g, k_v)
+        b_divisor = preconditioner(b_v, k_v)
+    if COORDINATE:
+        b_divisor = flatness * b_divisor + curvature * (b_g * b_g)
+        b_displacement = tl.where(b_divisor == 0, 0.0, tl.div_rn(b_displacement, b_divisor))
+    elif RMS:
+        b_displacement = tl.div_rn(b_displacement, b_divisor)
+    return b_v, b_displacement
+
+
+@device
+def update(b_x, b_m, b_displacement, k, MOMENTUM: tl.constexpr):
+    """The second half: the new x and m."""
+    gradient_scale, beta1, step, flatness, curvature, decay = k
+    b_displacement += decay * b_x
+    if MOMENTUM:
+        b_displacement += beta1 * b_m
+    return b_x - b_displacement, b_displacement
+
+
+@device
+def fits(
+    b_x, b_m, b_v, MOMENTUM: tl.constexpr, RMS: tl.constexpr,
+    X_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr, ROUNDING: tl.constexpr,
+):
+    """Which elements are finite in their storage types; the others must keep their old values."""
+    b_fits = tl.abs(b_x) < limit(X_TYPE, ROUNDING)
+    if MOMENTUM:
+        b_fits &= tl.abs(b_m) < limit(M_TYPE)
+    if RMS:
+        b_fits &= b_v < limit(V_TYPE, STOCHASTIC)
+    return b_fits
+
+
+@device
 def locate(table, chunks, n_rows, chunk_size, i_chunk):
     """A chunk's row in the table, its first element, and how many elements it has."""
     row = table + tl.load(chunks + 2 * i_chunk)
@@ -153,9 +239,9 @@ def locate(table, chunks, n_rows, chunk_size, i_chunk):
 
 @device
 def noise_of_row(row, n_rows, begin):
-    """What the noise of its elements from `begin` on shares."""
+    """What the noise of a row's elements from `begin` on shares."""
     p_step = tl.load(row + STEP * n_rows).to(tl.pointer_type(tl.float32))
-    index = tl.load(row + FIRST * n_rows) + begin
+    index = tl.load(row + OFFSET * n_rows) + begin
     return noise_words(tl.load(row + NOISE_KEY * n_rows), tl.load(p_step).to(tl.int32) + 1, index)
 
 
@@ -166,21 +252,17 @@ def reduce_span(
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The sums of g^2 / D and g x over `n` elements of a row, VECTOR at a time."""
-    p_x = place(row + X * n_rows, row + REMAINDER * n_rows, begin, X_TYPE, ROUNDING)
-    p_v = place(row + V * n_rows, row + V_SCALE * n_rows, begin, V_TYPE)
-    p_g = place(row + G * n_rows, 0, begin, G_TYPE)
+    p_x = column_at(row + X * n_rows, row + REMAINDER * n_rows, begin, X_TYPE, ROUNDING)
+    p_v = column_at(row + V * n_rows, row + V_SCALE * n_rows, begin, V_TYPE)
+    p_g = column_at(row + G * n_rows, 0, begin, G_TYPE)
     b_weighted = tl.full((BLOCK,), 0.0, tl.float32)
     b_alignment = tl.full((BLOCK,), 0.0, tl.float32)
-    for first in range(0, n, BLOCK):
-        b_g = load(p_g, first, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
-        if RMS:
-            b_v = load(p_v, first, n, V_TYPE, VECTOR, BLOCK)
-            b_d = preconditioner(second_moment(b_v, b_g, k_v), k_v)
-            b_weighted += tl.div_rn(b_g * b_g, b_d)
-        else:
-            b_weighted += b_g * b_g
-        if REGULARISED:
-            b_alignment += b_g * load(p_x, first, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
+    for i in range(0, n, BLOCK):
+        b_g = load(p_g, i, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
+        b_v = load(p_v, i, n, V_TYPE, VECTOR, BLOCK) if RMS else b_g
+        b_weighted += contribute(b_v, b_g, k_v, RMS)
+        if REGULARISED:  # x is loaded late, which saves registers
+            b_alignment += b_g * load(p_x, i, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
     weighted = tl.sum(b_weighted.to(tl.float64))
     alignment = tl.sum(b_alignment.to(tl.float64)) if REGULARISED else weighted
     return weighted, alignment
@@ -188,10 +270,10 @@ def reduce_span(
 
 @device
 def sum_partials(partials, n, BLOCK: tl.constexpr):
-    """In a fixed order: the same bits whichever block does it."""
+    """In a fixed order, which gives the same bits whichever block does it."""
     b_total = tl.full((BLOCK,), 0.0, tl.float64)
-    for first in range(0, n, BLOCK):
-        o = first + tl.arange(0, BLOCK)
+    for i in range(0, n, BLOCK):
+        o = i + tl.arange(0, BLOCK)
         # Other blocks wrote these: not from the first-level cache.
         b_total += tl.load(partials + o, mask=o < n, other=0.0, cache_modifier=".cg")
     return tl.sum(b_total)
@@ -203,23 +285,23 @@ def reduce(
     n_rows, n_chunks, chunk_size, n_buckets, index,
     RMS: tl.constexpr, REGULARISED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr, ROUNDING: tl.constexpr,
-    CODED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    QUANTISED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """One chunk per block; writes their partials, then the bucket's sums, and nothing else."""
     i_block = tl.program_id(0)
-    # Each pass walks the other way than the one before it, which left its last tensors in the cache.
+    # Each pass goes in the opposite order of the one before, whose last tensors are in the cache.
     if RMS:
         i_block = tl.num_programs(0) - 1 - i_block
     i_chunk = i_block.to(tl.int64)
     row, begin, n = locate(table, chunks, n_rows, chunk_size, i_chunk)
     n = tl.where(tl.load(row + G * n_rows) == 0, 0, n)
-    i_group = tl.load(row + GROUP * n_rows)
+    group = groups + GROUP_COLUMNS * tl.load(row + GROUP * n_rows)
 
-    # A rule without RMS sums unclipped gradients: shrink() applies the clip factor to its sum.
+    # A rule without RMS sums unclipped gradients; shrink() applies the clip factor to the sum.
     clip = 1.0
     k_v = (0.0, 0.0, 0.0, 0.0)
     if RMS:
-        k_v = moment_coefficients(groups, i_group, tl.load(row + STEP * n_rows))
+        k_v = moment_coefficients(group, tl.load(row + STEP * n_rows))
         _, _, norm = sum_buckets(totals, n_buckets)
         clip = clip_factor(norm, tl.load(inputs + MAX_GRAD_NORM))
     gradient_scale = (clip / tl.load(inputs + GRAD_SCALE)).to(tl.float32)
@@ -231,26 +313,25 @@ def reduce(
         vectors &= is_aligned(row + X * n_rows, X_TYPE, VECTOR)
         if ROUNDING == EXACT:
             vectors &= is_aligned(row + REMAINDER * n_rows, tl.int16, VECTOR)
-    WHOLE: tl.constexpr = QUANTUM if CODED else VECTOR
+    WHOLE: tl.constexpr = QUANT_BLOCK if QUANTISED else VECTOR
     n_aligned = tl.where(vectors, n // WHOLE, 0) * WHOLE
     weighted, alignment = reduce_span(
         row, n_rows, begin, n_aligned, gradient_scale, k_v, RMS, REGULARISED,
         X_TYPE, G_TYPE, V_TYPE, ROUNDING, VECTOR, BLOCK,
     )
     if n_aligned < n:
-        # Half the block: in the same shape, the compiler would give it the layout of the vectors.
-        rest = reduce_span(
+        # Half a block: in the same shape, the compiler would give it the layout of the vectors.
+        tail = reduce_span(
             row, n_rows, begin + n_aligned, n - n_aligned, gradient_scale, k_v, RMS, REGULARISED,
             X_TYPE, G_TYPE, V_TYPE, ROUNDING, 1, BLOCK // 2,
         )
-        weighted += rest[0]
-        alignment += rest[1]
+        weighted += tail[0]
+        alignment += tail[1]
 
-    # Other ranks that hold the same elements bring their part of these sums.
-    copies = tl.load(row + COPIES * n_rows).to(tl.float64)
-    weighted /= copies
-    alignment /= copies
-    group = groups + GROUP_COLUMNS * i_group
+    # Each rank that holds the same elements contributes its part of these sums.
+    replicas = tl.load(row + REPLICAS * n_rows).to(tl.float64)
+    weighted /= replicas
+    alignment /= replicas
     lr = tl.load(group + LR)
     weight_decay = tl.load(group + WEIGHT_DECAY)
     ours = partials + i_chunk
@@ -280,61 +361,48 @@ def apply_span(
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     ROUNDING: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Update `n` elements of a row, VECTOR at a time; 1 if any of them kept its old values."""
-    gradient_scale, step, flatness, curvature, decay, beta1 = k
-    p_x = place(row + X * n_rows, row + REMAINDER * n_rows, begin, X_TYPE, ROUNDING)
-    p_m = place(row + M * n_rows, row + M_SCALE * n_rows, begin, M_TYPE)
-    p_v = place(row + V * n_rows, row + V_SCALE * n_rows, begin, V_TYPE)
-    p_g = place(row + G * n_rows, 0, begin, G_TYPE)
+    """Update `n` elements of a row, VECTOR at a time; 1 if any of them keeps its old values."""
+    gradient_scale, beta1, step, flatness, curvature, decay = k
+    p_x = column_at(row + X * n_rows, row + REMAINDER * n_rows, begin, X_TYPE, ROUNDING)
+    p_m = column_at(row + M * n_rows, row + M_SCALE * n_rows, begin, M_TYPE)
+    p_v = column_at(row + V * n_rows, row + V_SCALE * n_rows, begin, V_TYPE)
+    p_g = column_at(row + G * n_rows, 0, begin, G_TYPE)
     RANDOM: tl.constexpr = M_TYPE == tl.int8 or V_TYPE != tl.float32 or ROUNDING == STOCHASTIC
     words = noise_of_row(row, n_rows, begin) if RANDOM else 0
     b_kept = tl.full((BLOCK // VECTOR,), 0, tl.int32)
-    for first in range(0, n, BLOCK):
-        b_g = load(p_g, first, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
+    for i in range(0, n, BLOCK):
+        b_g = load(p_g, i, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
+        b_m, b_v = 0.0, 0.0
         if RMS:
-            b_v = load(p_v, first, n, V_TYPE, VECTOR, BLOCK)
-            b_v_new = second_moment(b_v, b_g, k_v)
-            b_d = preconditioner(b_v_new, k_v)
-        if COORDINATE:
-            b_divisor = (flatness * b_d if RMS else flatness) + curvature * (b_g * b_g)
-            b_m_new = tl.where(b_divisor == 0, 0.0, tl.div_rn(step * b_g, b_divisor))
-        else:
-            b_m_new = tl.div_rn(step * b_g, b_d) if RMS else step * b_g
-        b_x = load(p_x, first, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
-        b_m_new += decay * b_x
+            b_v = load(p_v, i, n, V_TYPE, VECTOR, BLOCK)
+        b_v_new, b_displacement = draft(b_v, b_g, k, k_v, COORDINATE, RMS)
         if MOMENTUM:
-            b_m = load(p_m, first, n, M_TYPE, VECTOR, BLOCK)
-            b_m_new += beta1 * b_m
-        b_x_new = b_x - b_m_new
-
-        # An element that would not be finite in its storage type keeps its old values.
-        b_finite = tl.abs(b_x_new) < limit(X_TYPE, ROUNDING)
-        if MOMENTUM:
-            b_finite &= tl.abs(b_m_new) < limit(M_TYPE)
-        if RMS:
-            b_finite &= b_v_new < limit(V_TYPE, STOCHASTIC)
-        b_random = noise(words, first + tl.arange(0, BLOCK)) if RANDOM else 0
+            b_m = load(p_m, i, n, M_TYPE, VECTOR, BLOCK)
+        b_x = load(p_x, i, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
+        b_x_new, b_m_new = update(b_x, b_m, b_displacement, k, MOMENTUM)
+        b_fits = fits(b_x_new, b_m_new, b_v_new, MOMENTUM, RMS, X_TYPE, M_TYPE, V_TYPE, ROUNDING)
+        b_random = noise(words, i + tl.arange(0, BLOCK)) if RANDOM else 0
         b_other = other_noise(b_random) if ROUNDING == STOCHASTIC else 0
-        b_x_kept = tl.where(b_finite, b_x_new, b_x)
-        store(p_x, first, n, b_x_kept, b_other, X_TYPE, VECTOR, BLOCK, ROUNDING)
+        b_x_kept = tl.where(b_fits, b_x_new, b_x)
+        store(p_x, i, n, b_x_kept, b_other, X_TYPE, VECTOR, BLOCK, ROUNDING)
         if MOMENTUM:
-            b_m_kept = tl.where(b_finite, b_m_new, b_m)
-            store(p_m, first, n, b_m_kept, b_random, M_TYPE, VECTOR, BLOCK)
+            b_m_kept = tl.where(b_fits, b_m_new, b_m)
+            store(p_m, i, n, b_m_kept, b_random, M_TYPE, VECTOR, BLOCK)
         if RMS:
-            b_v_kept = tl.where(b_finite, b_v_new, b_v)
-            store(p_v, first, n, b_v_kept, b_random, V_TYPE, VECTOR, BLOCK, STOCHASTIC)
-        # Past the end are zeros, which stay finite. Joined within a thread, which saves registers.
-        b_bad = tl.reshape(tl.where(b_finite, 0, 1), (BLOCK // VECTOR, VECTOR))
+            b_v_kept = tl.where(b_fits, b_v_new, b_v)
+            store(p_v, i, n, b_v_kept, b_random, V_TYPE, VECTOR, BLOCK, STOCHASTIC)
+        # Past the end are zeros, which stay finite. Combined within a thread, which saves registers.
+        b_bad = tl.reshape(tl.where(b_fits, 0, 1), (BLOCK // VECTOR, VECTOR))
         b_kept |= tl.max(b_bad, axis=1)
     return tl.max(b_kept)
 
 
 @device
-def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr = THREADS):
-    """t <- t + 1 for every row that took part, if the step did happen."""
-    # A row per thread: in a smaller block, idle threads would read counts that others write.
-    for first in range(0, tl.where(reason == NONE, n_rows, 0), BLOCK):
-        o = first + tl.arange(0, BLOCK)
+def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr):
+    """t <- t + 1 for every row that takes part, unless the step was skipped."""
+    # A row per thread: in a smaller block, idle threads would load counts that others store.
+    for i in range(0, tl.where(reason == NONE, n_rows, 0), BLOCK):
+        o = i + tl.arange(0, BLOCK)
         mask = o < n_rows
         b_g = tl.load(table + G * n_rows + o, mask=mask, other=0)
         b_step = tl.load(table + STEP * n_rows + o, mask=mask, other=0).to(tl.pointer_type(tl.float32))
@@ -343,11 +411,13 @@ def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr = THREADS):
 
 
 @device
-def tell_sizes(groups, sizes, n_groups, rho, reason, REGULARISED: tl.constexpr, BLOCK: tl.constexpr = 128):
-    """rho, and gamma of each group, if the step did happen."""
+def write_telemetry(
+    groups, sizes, n_groups, rho, reason, REGULARISED: tl.constexpr, BLOCK: tl.constexpr = 128
+):
+    """rho, and gamma of each group, unless the step was skipped."""
     tl.store(sizes + SHRINK, rho, mask=reason == NONE)
-    for first in range(0, tl.where(reason == NONE, n_groups, 0), BLOCK):
-        o = first + tl.arange(0, BLOCK)
+    for i in range(0, tl.where(reason == NONE, n_groups, 0), BLOCK):
+        o = i + tl.arange(0, BLOCK)
         mask = o < n_groups
         b_lr = tl.load(groups + GROUP_COLUMNS * o + LR, mask=mask, other=0.0)
         b_weight_decay = tl.load(groups + GROUP_COLUMNS * o + WEIGHT_DECAY, mask=mask, other=0.0)
@@ -357,10 +427,10 @@ def tell_sizes(groups, sizes, n_groups, rho, reason, REGULARISED: tl.constexpr, 
 
 @device
 def count_step(counts, reason, last):
-    """Once for all buckets, if any of them had a reason."""
+    """Count a skipped step once for all buckets."""
     code = tl.maximum(tl.atomic_max(counts + REASON, reason.to(tl.int64), sem="relaxed"), reason)
     counted = (last != 0) & (code != NONE)
-    # All threads would load the count, and one would store it: an atomic is of one thread alone.
+    # All threads would load the count and one would store it; an atomic runs in one thread only.
     tl.atomic_add(counts + SKIPPED, tl.full((), 1, tl.int64), mask=counted, sem="relaxed")
     tl.store(counts + LAST_REASON, code, mask=counted)
     tl.store(counts + REASON, 0, mask=counted)
@@ -372,7 +442,7 @@ def apply(
     n_rows, n_chunks, chunk_size, n_buckets, n_groups, last,
     MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, RMS: tl.constexpr, REGULARISED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    ROUNDING: tl.constexpr, CODED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDING: tl.constexpr, QUANTISED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """One chunk per block, unless the sums forbid the step; `last` marks the step's last bucket."""
     i_block = tl.program_id(0)
@@ -380,35 +450,15 @@ def apply(
         i_block = tl.num_programs(0) - 1 - i_block
     i_chunk = i_block.to(tl.int64)
     row, begin, n = locate(table, chunks, n_rows, chunk_size, i_chunk)
-    i_group = tl.load(row + GROUP * n_rows)
+    group = groups + GROUP_COLUMNS * tl.load(row + GROUP * n_rows)
     k_v = (0.0, 0.0, 0.0, 0.0)
     if RMS:
-        k_v = moment_coefficients(groups, i_group, tl.load(row + STEP * n_rows))
+        k_v = moment_coefficients(group, tl.load(row + STEP * n_rows))
 
     rho, clip, reason = shrink(totals, n_buckets, inputs, RMS)
     n = tl.where((reason == NONE) & (tl.load(row + G * n_rows) != 0), n, 0)
 
-    group = groups + GROUP_COLUMNS * i_group
-    lr = tl.load(group + LR)
-    beta1 = tl.load(group + BETA1)
-    weight_decay = tl.load(group + WEIGHT_DECAY)
-    a = effective_lr(lr, weight_decay, REGULARISED)
-    gradient_scale = clip / tl.load(inputs + GRAD_SCALE)
-    gamma = a * rho
-    flatness, curvature = 1.0, 0.0
-    if COORDINATE:
-        # Divided by the larger of the two, neither overflows; both are 0 where c and h are.
-        two_h = 2 * height(inputs)
-        gamma = tl.minimum(lr, two_h)
-        larger = tl.maximum(lr, two_h)
-        flatness = tl.where(larger == 0, 0.0, two_h / larger).to(tl.float32)
-        curvature = tl.where(larger == 0, 0.0, lr / larger).to(tl.float32)
-    step = (1 - beta1) * gamma
-    decay = weight_decay * a
-    k = (
-        gradient_scale.to(tl.float32), step.to(tl.float32), flatness, curvature,
-        decay.to(tl.float32), beta1.to(tl.float32),
-    )
+    k = coefficients(inputs, group, clip, rho, COORDINATE, REGULARISED)
 
     vectors = is_aligned(row + X * n_rows, X_TYPE, VECTOR) & is_aligned(row + G * n_rows, G_TYPE, VECTOR)
     if ROUNDING == EXACT:
@@ -417,20 +467,20 @@ def apply(
         vectors &= is_aligned(row + M * n_rows, M_TYPE, VECTOR)
     if RMS:
         vectors &= is_aligned(row + V * n_rows, V_TYPE, VECTOR)
-    WHOLE: tl.constexpr = QUANTUM if CODED else VECTOR
+    WHOLE: tl.constexpr = QUANT_BLOCK if QUANTISED else VECTOR
     n_aligned = tl.where(vectors, n // WHOLE, 0) * WHOLE
-    n_rest = n - n_aligned
+    n_tail = n - n_aligned
     kept = apply_span(
         row, n_rows, begin, n_aligned, k, k_v, MOMENTUM, COORDINATE, RMS,
         X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, VECTOR, BLOCK,
     )
-    if n_rest > 0:
-        # Looked up anew rather than kept in registers all along; a part of the block as in reduce.
-        REST: tl.constexpr = BLOCK // (4 if CODED else 2)
-        rest_row, rest_begin, n_all = locate(table, chunks, n_rows, chunk_size, i_chunk)
+    if n_tail > 0:
+        # Loaded again rather than kept in registers; a part of the block as in reduce.
+        TAIL: tl.constexpr = BLOCK // (4 if QUANTISED else 2)
+        tail_row, tail_begin, n_all = locate(table, chunks, n_rows, chunk_size, i_chunk)
         kept |= apply_span(
-            rest_row, n_rows, rest_begin + (n_all - n_rest), n_rest, k, k_v, MOMENTUM, COORDINATE, RMS,
-            X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, 1, REST,
+            tail_row, n_rows, tail_begin + (n_all - n_tail), n_tail, k, k_v, MOMENTUM, COORDINATE, RMS,
+            X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, 1, TAIL,
         )
     tl.atomic_max(counts + REASON, tl.full((), ELEMENTS_KEPT, tl.int64), mask=kept != 0, sem="relaxed")
 
@@ -438,9 +488,9 @@ def apply(
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:
         tl.store(ticket, 0)
-        if CODED:  # again, rather than kept in registers
+        if QUANTISED:  # again, rather than kept in registers
             rho, clip, reason = shrink(totals, n_buckets, inputs, RMS)
-        advance_steps(table, n_rows, reason)
-        if not COORDINATE:  # which have no rho to tell
-            tell_sizes(groups, sizes, n_groups, rho, reason, REGULARISED)
+        advance_steps(table, n_rows, reason, BLOCK // VECTOR)
+        if not COORDINATE:  # coordinate rules have no rho
+            write_telemetry(groups, sizes, n_groups, rho, reason, REGULARISED)
         count_step(counts, reason, last)

@@ -1,11 +1,11 @@
-// One vector of the instruction set at hand, by the compilers' vector extension: it takes the same
-// operators as a scalar, so that rule.h's element functions serve both.
+// Vectors of the current instruction set, by the compilers' vector extension: they have the operators of a
+// scalar, so that rule.h's element functions serve both.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "arithmetic.h"
+#include "math/arithmetic.h"
 
 namespace ngn {
 inline namespace NGN_ISA {

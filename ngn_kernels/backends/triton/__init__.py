@@ -1,8 +1,8 @@
 """Fused GPU kernels, for NVIDIA and AMD: one launch of each kind serves all tensors of a bucket.
 
-The kernels themselves are in triton_kernels.py. Here are the tables that they read, and the
-launches. After the first step of a plan nothing is allocated on the device, nothing waits for it,
-and no address changes, so that a step can be captured in a CUDA graph.
+The kernels are in kernels.py; here are their tables and launches. After the first step of a plan
+nothing is allocated on the device, nothing waits for it, and no address changes, so that a step can be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from ..plan import Bucket, BucketKey
-from ..rules import Rule
-from ..tables import Column, Sum
-from ..transfer import numbers_of
-from . import Unavailable
+from ...layout import Column, Sum
+from ...planning.plan import Memory
+from ...planning.rows import Bucket, BucketKey
+from ...planning.transfer import numbers_of
+from ...rules import Rule
+from .. import Unavailable
 
 OLDEST = (3, 4)
 THREADS = 256
@@ -29,7 +32,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK, WANTED_CHUNKS = 2048, 65536, 8192
 
 
 def chunk_size(numel: int) -> int:
-    """How many elements one block works on, in a bucket of `numel` elements."""
+    """The number of elements per block in a bucket of `numel` elements."""
     fair = max(1, numel // WANTED_CHUNKS)
     return min(max(1 << (fair - 1).bit_length(), SMALLEST_CHUNK), LARGEST_CHUNK)
 
@@ -47,16 +50,16 @@ def column_types(kernel: str, rule: Rule, key: BucketKey) -> dict[str, torch.dty
 
 
 def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
-    """What a kernel is specialised on; types that it does not touch play no part."""
+    """A kernel's compile-time constants; types of columns that it does not use play no part."""
     types = column_types(kernel, rule, key)
     state = [types[column] for column in "mv" if column in types]
     vector = vector_length(types.values())
     if kernel == "apply" and (key.rounding != "nearest" or set(state) - {torch.float32}):
-        # What is stored takes more arithmetic, and more of it than this would not fit the registers.
+        # Formats take more arithmetic; more elements per thread would not fit the registers.
         vector = min(vector, 4)
     of_apply = {"MOMENTUM": rule.momentum, "COORDINATE": rule.coordinate}
     columns = "xgmv" if kernel == "apply" else "xgv"
-    # Who only reads parameters need not know how they are rounded, but where their bits lie.
+    # Only reading parameters does not depend on their rounding, except for exact ones' remainders.
     matters = kernel == "apply" or (key.rounding == "exact" and "x" in types)
     return {
         **(of_apply if kernel == "apply" else {}),
@@ -64,7 +67,7 @@ def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
         "REGULARISED": rule.regularised,
         **{f"{c.upper()}_TYPE": triton_type(types.get(c, torch.float32)) for c in columns},
         "ROUNDING": key.rounding if matters else "nearest",
-        "CODED": any(dtype.itemsize == 1 for dtype in state),
+        "QUANTISED": any(dtype.itemsize == 1 for dtype in state),
         "VECTOR": vector,
         "BLOCK": THREADS * vector,
     }
@@ -77,50 +80,21 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 
 def options(target: Any, v: torch.dtype) -> dict[str, Any]:
-    """How a kernel is compiled for a target, with v of this type."""
-    # Triton is about to change its default: without fusion the bits are those of the formulas.
+    """Compile options of a kernel for a target, with v of this type."""
+    # Explicit, because Triton's default may change: without fusion the bits are those of the formulas.
     chosen = {"num_warps": THREADS // target.warp_size, "num_stages": 1, "enable_fp_fusion": False}
     if target.backend == "cuda":
-        # Half of the machine's warps stay resident. Without a bound some variants take 80, and
-        # others are held to 48 by spilling. An 8-bit v does not fit: three eighths stay.
+        # Half of the GPU's warps stay resident. Without a bound some variants take 80 registers, and
+        # others are limited to 48 by spilling. An 8-bit v needs more: three eighths stay resident.
         chosen["maxnreg"] = 72 if v == torch.uint8 else 64
     return chosen
 
 
-class Tables:
-    """What the kernels read and write for one bucket, at addresses that stay."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        device = bucket.key.device
-        self.chunk_size = chunk_size(int(bucket.table[Column.NUMEL].sum()))
-        chunks = bucket.chunks(self.chunk_size)
-        # A bucket of empty tensors has step counts to advance all the same.
-        self.host_chunks = chunks if len(chunks) else np.zeros((1, 2), dtype=np.int64)
-        self.n_chunks = len(self.host_chunks)
-        # On the CPU this shares the bucket's own memory.
-        self.table = torch.from_numpy(bucket.table).to(device, non_blocking=True)
-        self.chunks = torch.from_numpy(self.host_chunks).to(device, non_blocking=True)
-        self.partials = torch.zeros(len(Sum), self.n_chunks, dtype=torch.float64, device=device)
-        self.reduce_ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        self.apply_ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        bucket.gradients = numbers_of(self.table[Column.G], bucket.table[Column.G])
-        inputs, report = bucket.tables.inputs, bucket.tables.report
-        head = (self.table, self.chunks, inputs.groups, inputs.scalars, bucket.totals)
-        counts = (len(bucket.rows), self.n_chunks, self.chunk_size, len(bucket.sums))
-        told = (report.counts, report.sizes, self.apply_ticket)
-        summed = (bucket.sums, self.partials, self.reduce_ticket)
-        self.reduce_args = (*head, *summed, *counts, bucket.index)
-        self.apply_args = (*head, *told, *counts, len(inputs.groups))
-        # Compiled kernels by what they are specialised on, with their constants.
-        self.compiled: dict[tuple[str, Rule], tuple[Any, tuple[Any, ...]]] = {}
-
-
 class TritonBackend:
     name = "triton"
-    takes_tensors = False
 
     def __init__(self, kernels: Any, target: Callable[[], Any], device_type: str = "cuda") -> None:
-        """The module of kernels, how to learn what is compiled for, and where tensors must be."""
+        """`kernels` is the module of kernels, `target` returns the GPU to compile for."""
         self.kernels = kernels
         self.target = target
         self.device_type = device_type
@@ -147,34 +121,86 @@ class TritonBackend:
                 )
         return None
 
-    def prepare(self, bucket: Bucket) -> None:
-        bucket.prepared = Tables(bucket)
+    def prepare(
+        self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
+    ) -> TritonBucket:
+        return TritonBucket(self, bucket, memory, rule, rounds)
 
-    def reduce(self, bucket: Bucket, rule: Rule) -> None:
-        self._launch("reduce", bucket, rule, bucket.prepared.reduce_args)
-
-    def apply(self, bucket: Bucket, rule: Rule, last: bool) -> None:
-        self._launch("apply", bucket, rule, (*bucket.prepared.apply_args, int(last)))
-
-    def _launch(self, name: str, bucket: Bucket, rule: Rule, args: tuple[Any, ...]) -> None:
-        tables = bucket.prepared
-        blocks = tables.n_chunks
-        with self._device(bucket):
-            compiled = tables.compiled.get((name, rule))
+    def launch(
+        self, prepared: TritonBucket, name: str, rule: Rule, args: tuple[Any, ...], index: int = -1
+    ) -> None:
+        """Launch a kernel on the bucket's device; `index` is the round of a reduce."""
+        key, blocks = prepared.key, prepared.n_chunks
+        with self._device(key):
+            compiled = prepared.compiled.get(index)
             if compiled is not None:
                 kernel, values = compiled
                 kernel[(blocks, 1, 1)](*args, *values)
                 return
-            named = constants(name, rule, bucket.key)
+            named = constants(name, rule, key)
             kernel = getattr(self.kernels, name)
-            compiled = kernel[(blocks,)](*args, **named, **options(self.target(), bucket.key.v))
+            compiled = kernel[(blocks,)](*args, **named, **options(self.target(), key.v))
             # The interpreter compiles nothing.
             if compiled is not None:
-                tables.compiled[name, rule] = compiled, tuple(named.values())
+                prepared.compiled[index] = compiled, tuple(named.values())
 
-    def _device(self, bucket: Bucket) -> AbstractContextManager[Any]:
+    def _device(self, key: BucketKey) -> AbstractContextManager[Any]:
         """Triton launches on the current device, which may be another one."""
-        return torch.cuda.device(bucket.key.device) if self.device_type == "cuda" else nullcontext()
+        return torch.cuda.device(key.device) if self.device_type == "cuda" else nullcontext()
+
+
+class TritonBucket:
+    """What the kernels read and write for one bucket, at addresses that do not change."""
+
+    def __init__(
+        self,
+        backend: TritonBackend,
+        bucket: Bucket,
+        memory: Memory,
+        rule: Rule,
+        rounds: tuple[Rule | None, ...],
+    ) -> None:
+        self.backend, self.bucket, self.memory = backend, bucket, memory
+        self.rule, self.rounds = rule, rounds
+        self.key, device = bucket.key, bucket.key.device
+        self.chunk_size = chunk_size(int(bucket.table[Column.NUMEL].sum()))
+        chunks = bucket.chunks(self.chunk_size)
+        # Step counts advance in a bucket of empty tensors, too.
+        self.host_chunks = chunks if len(chunks) else np.zeros((1, 2), dtype=np.int64)
+        self.n_chunks = len(self.host_chunks)
+        # On the CPU this shares the bucket's own memory.
+        self.table = torch.from_numpy(bucket.table).to(device, non_blocking=True)
+        self.chunks = torch.from_numpy(self.host_chunks).to(device, non_blocking=True)
+        self.partials = torch.zeros(len(Sum), self.n_chunks, dtype=torch.float64, device=device)
+        self.reduce_ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.apply_ticket = torch.zeros(1, dtype=torch.int32, device=device)
+        self.gradients = numbers_of(self.table[Column.G], bucket.table[Column.G])
+        inputs, report = memory.inputs, memory.report
+        head = (self.table, self.chunks, inputs.groups, inputs.scalars, memory.totals)
+        counts = (len(bucket.rows), self.n_chunks, self.chunk_size, len(memory.sums))
+        telemetry = (report.counts, report.sizes, self.apply_ticket)
+        sums = (memory.sums, self.partials, self.reduce_ticket)
+        self._reduce_args = (*head, *sums, *counts, memory.bucket_index)
+        self._apply_args = (*head, *telemetry, *counts, len(inputs.groups))
+        # Compiled kernels with their constants: of each round, and -1 of apply.
+        self.compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+
+    def load_gradients(self) -> None:
+        self.gradients.send()
+
+    def reduce(self, index: int) -> None:
+        rule = self.rounds[index]
+        assert rule is not None
+        self.backend.launch(self, "reduce", rule, self._reduce_args, index)
+
+    def compute(self) -> None:
+        pass
+
+    def apply(self, last: bool) -> None:
+        self.backend.launch(self, "apply", self.rule, (*self._apply_args, int(last)))
+
+    def finish(self, params: list[Tensor]) -> None:
+        increment_version(params)
 
 
 class InterpreterTarget:
@@ -209,14 +235,8 @@ def _load() -> TritonBackend:
             "no GPU here: torch sees no CUDA or ROCm device; install a torch build for your GPU, "
             "or set TRITON_INTERPRET=1 to run the kernels slowly on the CPU"
         )
-    from . import triton_kernels
+    from . import kernels
 
     if interpreted:
-        return TritonBackend(triton_kernels, InterpreterTarget, device_type="cpu")
-    return TritonBackend(triton_kernels, triton.runtime.driver.active.get_current_target)
-
-
-if __name__ == "__main__":
-    from .triton_report import main
-
-    main()
+        return TritonBackend(kernels, InterpreterTarget, device_type="cpu")
+    return TritonBackend(kernels, triton.runtime.driver.active.get_current_target)

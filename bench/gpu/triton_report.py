@@ -1,4 +1,4 @@
-"""`python -m ngn_kernels.backends.triton`: what every kernel compiles to, for GPUs that need not be here.
+"""`python -m ngn_bench.gpu.triton_report`: what every kernel compiles to, for GPUs that need not be here.
 
 Compiling needs no driver and no GPU: the target is named, and what comes out is read.
 """
@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
-from ..plan import BucketKey
-from ..rules import RULES, Rule
-from .triton import THREADS, column_types, constants, options
+from ngn_kernels.backends.triton import THREADS, column_types, constants, options
+from ngn_kernels.planning.rows import BucketKey
+from ngn_kernels.rules import RULES, Rule
 
 POINTERS = {
     "table": "*i64",
     "chunks": "*i64",
     "groups": "*fp64",
     "inputs": "*fp64",
+    "totals": "*fp64",
     "sums": "*fp64",
     "partials": "*fp64",
     "counts": "*i64",
@@ -133,14 +134,14 @@ def variants(types: tuple[torch.dtype, ...] = STORAGE) -> Iterator[Variant]:
 def narrow_variants() -> Iterator[Variant]:
     """Of narrow state and rounded parameters there are many: these stand for them."""
     single, half = torch.float32, torch.bfloat16
-    coded = torch.int8, torch.uint8
+    quantised = torch.int8, torch.uint8
     yield Variant("apply", RULES["NGNMDv1"], single, single, half, half)
     yield Variant("apply", RULES["NGNMDv1"], single, single, torch.int8, half)
-    yield Variant("apply", RULES["NGNMDv1"], single, single, *coded)
-    yield Variant("reduce", RULES["NGNMDv1"], single, single, *coded)
-    yield Variant("apply", RULES["NGNMDv2"], single, single, *coded)
-    yield Variant("apply", RULES["NGNMDv1W"], half, half, *coded, "exact")
-    yield Variant("reduce", RULES["NGNMDv1W"], half, half, *coded, "exact")
+    yield Variant("apply", RULES["NGNMDv1"], single, single, *quantised)
+    yield Variant("reduce", RULES["NGNMDv1"], single, single, *quantised)
+    yield Variant("apply", RULES["NGNMDv2"], single, single, *quantised)
+    yield Variant("apply", RULES["NGNMDv1W"], half, half, *quantised, "exact")
+    yield Variant("reduce", RULES["NGNMDv1W"], half, half, *quantised, "exact")
 
 
 def compile_variant(variant: Variant, target: Target) -> Any:
@@ -148,9 +149,9 @@ def compile_variant(variant: Variant, target: Target) -> Any:
     import triton
     from triton.compiler import ASTSource
 
-    from . import triton_kernels
+    from ngn_kernels.backends.triton import kernels
 
-    kernel = getattr(triton_kernels, variant.kernel)
+    kernel = getattr(kernels, variant.kernel)
     constants = variant.constants
     signature = {
         name: "constexpr" if name in constants else POINTERS.get(name, "i32")
@@ -265,7 +266,7 @@ def short(dtype: torch.dtype) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ngn_kernels.backends.triton", description=__doc__
+        prog="python -m ngn_bench.gpu.triton_report", description=__doc__
     )
     parser.add_argument(
         "--target",
@@ -298,3 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{used.registers} ({target.occupancy(used.registers):.0%}) {widths}{spills}"
             )
         print(f"{variant!s:60}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,13 +4,12 @@
 #include <pybind11/stl.h>
 
 #include <cstddef>
-#include <map>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "engine.h"
-#include "signature.h"
+#include "cpu/engine.h"
+#include "cpu/signature.h"
+#include "cpu/threads.h"
 
 namespace py = pybind11;
 
@@ -55,26 +54,19 @@ void check(bool ok, const char* message) {
   if (!ok) throw py::value_error(message);
 }
 
-// Python's enums take any number; every switch relies on these being the named ones.
-void check_known(DType type) {
-  switch (type) {
-    case DType::float64:
-    case DType::float32:
-    case DType::bfloat16:
-    case DType::float16:
-    case DType::int8:
-    case DType::uint8: return;
-  }
-  throw py::value_error("no such element type");
+// Python's number of an enum; every switch relies on it being a named one.
+DType known_type(int type) {
+  check(type >= 0 && type < ngn::DTYPE_COUNT, "no such element type");
+  return static_cast<DType>(type);
 }
-void check_known(Rounding rounding) {
-  switch (rounding) {
-    case Rounding::nearest:
-    case Rounding::stochastic:
-    case Rounding::exact: return;
-  }
-  throw py::value_error("no such rounding");
+Rounding known_rounding(int rounding) {
+  check(rounding >= 0 && rounding < ngn::ROUNDING_COUNT, "no such rounding");
+  return static_cast<Rounding>(rounding);
 }
+
+// How many numbers a row of a table has.
+template <typename Row>
+constexpr py::ssize_t NUMBERS = sizeof(Row) / sizeof(int64_t);
 
 template <typename Array>
 void check_shape(const Array& array, const char* name, py::ssize_t rows, py::ssize_t columns) {
@@ -83,29 +75,38 @@ void check_shape(const Array& array, const char* name, py::ssize_t rows, py::ssi
   if (!ok) throw py::value_error(std::string(name) + " has the wrong shape");
 }
 
+template <typename Array>
+void check_size(const Array& array, const std::string& name, py::ssize_t size) {
+  const bool ok = array.ndim() == 1 && array.shape(0) == size;
+  if (!ok) throw py::value_error(name + " must hold " + std::to_string(size) + " numbers");
+}
+
 // Keeps the arrays it points into alive; every index in them is checked here, once.
 class BucketTables {
  public:
   BucketTables(IntArray table, IntArray chunks, DoubleArray groups, DoubleArray inputs, DoubleArray sums,
-               DoubleArray totals, int64_t index, IntArray counts, DoubleArray sizes, DType x_type, DType g_type, DType m_type,
-               DType v_type, Rounding rounding)
+               DoubleArray totals, int64_t index, IntArray counts, DoubleArray sizes, int x_type, int g_type,
+               int m_type, int v_type, int rounding)
       : table_(std::move(table)), chunks_(std::move(chunks)), groups_(std::move(groups)),
-        inputs_(std::move(inputs)), sums_(std::move(sums)), totals_(std::move(totals)), counts_(std::move(counts)), sizes_(std::move(sizes)) {
+        inputs_(std::move(inputs)), sums_(std::move(sums)), totals_(std::move(totals)),
+        counts_(std::move(counts)), sizes_(std::move(sizes)) {
     check_shape(table_, "table", ngn::COLUMNS, -1);
-    check_shape(chunks_, "chunks", -1, 2);
-    check_shape(groups_, "groups", -1, 5);
-    check_shape(sums_, "sums", -1, 3);
-    check_shape(totals_, "totals", sums_.shape(0), 3);
-    check(inputs_.ndim() == 1 && inputs_.shape(0) == 5, "inputs must hold 5 numbers");
-    check(counts_.ndim() == 1 && counts_.shape(0) == 3, "counts must hold 3 numbers");
-    check(sizes_.ndim() == 1 && sizes_.shape(0) == 1 + groups_.shape(0), "sizes must hold one number more than groups");
+    check_shape(chunks_, "chunks", -1, NUMBERS<ngn::Chunk>);
+    check_shape(groups_, "groups", -1, NUMBERS<ngn::Group>);
+    check_shape(sums_, "sums", -1, NUMBERS<ngn::Sums>);
+    check_shape(totals_, "totals", sums_.shape(0), NUMBERS<ngn::Sums>);
+    check_size(inputs_, "inputs", NUMBERS<ngn::Inputs>);
+    check_size(counts_, "counts", NUMBERS<ngn::Counts>);
+    const bool fits = sizes_.ndim() == 1 && sizes_.shape(0) == ngn::STEP_SIZES + groups_.shape(0);
+    check(fits, "sizes must hold one number more than groups");
     check(index >= 0 && index < sums_.shape(0), "index is not a row of sums");
-    for (const DType type : {x_type, g_type, m_type, v_type}) check_known(type);
-    check_known(rounding);
-    check(rounding != Rounding::exact || x_type == DType::bfloat16, "exact rounding needs bfloat16 parameters");
-    check(is_state(m_type) || m_type == DType::int8, "m must be float32, float64, bfloat16 or int8");
-    check(is_state(v_type) || v_type == DType::uint8, "v must be float32, float64, bfloat16 or uint8");
-    for (const DType type : {x_type, g_type}) {
+    const DType x = known_type(x_type), g = known_type(g_type), m = known_type(m_type), v = known_type(v_type);
+    bucket_.rounding = known_rounding(rounding);
+    const bool exact = bucket_.rounding == Rounding::exact;
+    check(!exact || x == DType::bfloat16, "exact rounding needs bfloat16 parameters");
+    check(is_state(m) || m == DType::int8, "m must be float32, float64, bfloat16 or int8");
+    check(is_state(v) || v == DType::uint8, "v must be float32, float64, bfloat16 or uint8");
+    for (const DType type : {x, g}) {
       check(type != DType::int8 && type != DType::uint8, "parameters and gradients must be floating-point");
     }
 
@@ -123,20 +124,19 @@ class BucketTables {
     bucket_.index = index;
     bucket_.counts = reinterpret_cast<ngn::Counts*>(counts_.mutable_data());
     bucket_.sizes = sizes_.mutable_data();
-    bucket_.x_type = x_type;
-    bucket_.g_type = g_type;
-    bucket_.m_type = m_type;
-    bucket_.v_type = v_type;
-    bucket_.rounding = rounding;
+    bucket_.x_type = x;
+    bucket_.g_type = g;
+    bucket_.m_type = m;
+    bucket_.v_type = v;
 
     for (int64_t i = 0; i < rows; ++i) {
       const ngn::TensorRow row = row_of(bucket_, i);
       check(row.numel >= 0, "a row has a negative number of elements");
       check(row.group >= 0 && row.group < groups_.shape(0), "a row names a group that does not exist");
-      check(row.copies > 0, "a row has no number of copies");
+      check(row.replicas > 0, "a row needs at least one replica");
       check(row.step != nullptr, "a row has no step count");
       check(row.x != nullptr || row.numel == 0, "a row has no parameter");
-      check(rounding != Rounding::exact || row.remainder || row.numel == 0, "a row has no remainder");
+      check(!exact || row.remainder || row.numel == 0, "a row has no remainder");
     }
     for (int64_t i = 0; i < bucket_.chunk_count; ++i) {
       const ngn::Chunk chunk = bucket_.chunks[i];
@@ -188,31 +188,14 @@ class BucketTables {
 
 using FloatArray = py::array_t<float, py::array::c_style>;
 
-void check_column(const FloatArray& values, const py::array& data, const py::array& scales, DType type) {
-  check_known(type);
-  const bool coded = type == DType::int8 || type == DType::uint8;
-  check(coded || type == DType::bfloat16, "only int8, uint8 and bfloat16 are codes");
-  check(data.nbytes() == values.size() * (coded ? 1 : 2), "there must be as many codes as numbers");
-  const int64_t quanta = (values.size() + ngn::QUANTUM - 1) / ngn::QUANTUM;
-  check(!coded || scales.nbytes() == 4 * quanta, "there must be a scale for each 64 numbers");
-}
-
-#define NGN_FIELD(type, name) {#name, offsetof(ngn::type, name) / sizeof(int64_t)}
-
-std::map<std::string, std::map<std::string, size_t>> layout() {
-  return {
-      {"Column", {NGN_FIELD(TensorRow, x), NGN_FIELD(TensorRow, g), NGN_FIELD(TensorRow, m), NGN_FIELD(TensorRow, v),
-                  NGN_FIELD(TensorRow, step), NGN_FIELD(TensorRow, numel), NGN_FIELD(TensorRow, group),
-                  NGN_FIELD(TensorRow, copies),
-                  NGN_FIELD(TensorRow, m_scale), NGN_FIELD(TensorRow, v_scale), NGN_FIELD(TensorRow, remainder),
-                  NGN_FIELD(TensorRow, noise_key), NGN_FIELD(TensorRow, first)}},
-      {"GroupColumn", {NGN_FIELD(Group, lr), NGN_FIELD(Group, beta1), NGN_FIELD(Group, beta2), NGN_FIELD(Group, eps),
-                       NGN_FIELD(Group, weight_decay)}},
-      {"Input", {NGN_FIELD(Inputs, loss), NGN_FIELD(Inputs, loss_floor), NGN_FIELD(Inputs, grad_scale),
-                 NGN_FIELD(Inputs, found_inf), NGN_FIELD(Inputs, max_grad_norm)}},
-      {"Sum", {NGN_FIELD(Sums, weighted), NGN_FIELD(Sums, alignment), NGN_FIELD(Sums, norm)}},
-      {"Count", {NGN_FIELD(Counts, reason), NGN_FIELD(Counts, skipped), NGN_FIELD(Counts, last_reason)}},
-  };
+ngn::EncodedColumn column_of(const FloatArray& values, py::array& data, py::array& scales, int type_number, int rounding) {
+  const DType type = known_type(type_number);
+  const bool quantised = type == DType::int8 || type == DType::uint8;
+  check(quantised || type == DType::bfloat16, "type must be int8, uint8 or bfloat16");
+  check(data.nbytes() == values.size() * (quantised ? 1 : 2), "data must have one element for each of values");
+  const int64_t blocks = (values.size() + ngn::QUANT_BLOCK - 1) / ngn::QUANT_BLOCK;
+  check(!quantised || scales.nbytes() == 4 * blocks, "scales must have one number for each quantisation block");
+  return {data.mutable_data(), scales.mutable_data(), type, known_rounding(rounding)};
 }
 
 }  // namespace
@@ -221,18 +204,7 @@ PYBIND11_MODULE(_cpu, module) {
   module.doc() = "Fused multi-tensor kernels for the CPU.";
   module.attr("CHUNK") = ngn::CHUNK;
 
-  py::enum_<DType>(module, "DType")
-      .value("float64", DType::float64)
-      .value("float32", DType::float32)
-      .value("bfloat16", DType::bfloat16)
-      .value("float16", DType::float16)
-      .value("int8", DType::int8)
-      .value("uint8", DType::uint8);
-
-  py::enum_<Rounding>(module, "Rounding")
-      .value("nearest", Rounding::nearest)
-      .value("stochastic", Rounding::stochastic)
-      .value("exact", Rounding::exact);
+  module.attr("LAYOUT_CHECKSUM") = ngn::LAYOUT_CHECKSUM;
 
   py::class_<Rule>(module, "Rule")
       .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised) {
@@ -240,10 +212,10 @@ PYBIND11_MODULE(_cpu, module) {
            }),
            py::kw_only(), py::arg("momentum"), py::arg("coordinate"), py::arg("rms"), py::arg("regularised"));
 
-  // noconvert: a silent copy would break the sharing of memory that the tables are for.
+  // noconvert: Python and the engine must share the memory of the tables.
   py::class_<BucketTables>(module, "Bucket")
       .def(py::init<IntArray, IntArray, DoubleArray, DoubleArray, DoubleArray, DoubleArray, int64_t, IntArray,
-                    DoubleArray, DType, DType, DType, DType, Rounding>(),
+                    DoubleArray, int, int, int, int, int>(),
            py::kw_only(), py::arg("table").noconvert(), py::arg("chunks").noconvert(),
            py::arg("groups").noconvert(), py::arg("inputs").noconvert(), py::arg("sums").noconvert(),
            py::arg("totals").noconvert(), py::arg("index"), py::arg("counts").noconvert(), py::arg("sizes").noconvert(),
@@ -256,25 +228,25 @@ PYBIND11_MODULE(_cpu, module) {
       .def(py::init<py::list, py::dict, py::list, py::list, py::capsule>(), py::kw_only(), py::arg("groups"),
            py::arg("state"), py::arg("rows"), py::arg("columns"), py::arg("api"))
       .def_static("understands", &ngn::Signature::understands, py::arg("api"))
-      .def("look", &ngn::Signature::look, py::arg("groups"), py::arg("state"))
+      .def("check", [](ngn::Signature& signature, const py::object& groups, const py::dict& state) {
+        return static_cast<int>(signature.check(groups, state));
+      }, py::arg("groups"), py::arg("state"))
       .def("extend", &ngn::Signature::extend, py::arg("state"), py::arg("rows"), py::arg("columns"), py::arg("places"))
+      .def("gradients", &ngn::Signature::gradients)
       .def("release", &ngn::Signature::release);
 
-  module.def("layout", &layout, "Where each field of a table lies, in words of 8 bytes.");
-
-  module.def("encode", [](const FloatArray& values, py::array data, py::array scales, DType type, Rounding rounding,
-                          int64_t noise_key, int64_t step_count, int64_t first) {
-    check_column(values, data, scales, type);
-    check_known(rounding);
-    check(rounding != Rounding::exact, "a column of the state has no remainders");
-    current->encode(values.data(), values.size(), noise_key, step_count, first,
-                    {data.mutable_data(), scales.mutable_data(), type, rounding});
+  module.def("encode", [](const FloatArray& values, py::array data, py::array scales, int type, int rounding,
+                          int64_t noise_key, int64_t step_count, int64_t offset) {
+    const ngn::EncodedColumn column = column_of(values, data, scales, type, rounding);
+    check(column.rounding != Rounding::exact, "a column of the state has no remainders");
+    current->encode(values.data(), values.size(), noise_key, step_count, offset, column);
   }, py::arg("values").noconvert(), py::arg("data"), py::arg("scales"), py::arg("type"), py::arg("rounding"),
-     py::arg("noise_key"), py::arg("step_count"), py::arg("first") = 0, "Numbers to codes, as a step stores them.");
-  module.def("decode", [](FloatArray values, py::array data, py::array scales, DType type) {
-    check_column(values, data, scales, type);
-    current->decode({data.mutable_data(), scales.mutable_data(), type, Rounding::nearest}, values.size(), values.mutable_data());
-  }, py::arg("values").noconvert(), py::arg("data"), py::arg("scales"), py::arg("type"), "And back.");
+     py::arg("noise_key"), py::arg("step_count"), py::arg("offset") = 0,
+     "Numbers to a column's format, as a step stores them.");
+  module.def("decode", [](FloatArray values, py::array data, py::array scales, int type) {
+    const int nearest = static_cast<int>(Rounding::nearest);
+    current->decode(column_of(values, data, scales, type, nearest), values.size(), values.mutable_data());
+  }, py::arg("values").noconvert(), py::arg("data"), py::arg("scales"), py::arg("type"), "A column's numbers.");
 
   module.def("isas", [] {
     std::vector<std::string> names;
@@ -285,5 +257,5 @@ PYBIND11_MODULE(_cpu, module) {
   module.def("use_isa", &use_isa, py::arg("name"), "Use another of isas(); the results differ by rounding.");
   module.def("use_team_launcher", [](uintptr_t address) {
     ngn::team_launcher = reinterpret_cast<ngn::TeamLauncher>(address);
-  }, py::arg("address"), "Run on the threads of the OpenMP library whose GOMP_parallel lies at this address.");
+  }, py::arg("address"), "Run on the threads of the OpenMP library whose GOMP_parallel is at this address.");
 }

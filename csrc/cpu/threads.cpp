@@ -4,7 +4,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine.h"
+#include "cpu/threads.h"
 
 namespace ngn {
 
@@ -12,7 +12,7 @@ TeamLauncher team_launcher = nullptr;
 
 namespace {
 
-// Work for a thread that shall round, and treat subnormal numbers, as the caller does.
+// Work for threads that must round, and treat subnormal numbers, as the calling thread does.
 struct Work {
   void (*run)(void*);
   void* data;
@@ -44,7 +44,7 @@ void run_team(void (*run)(void*), void* run_data, int threads) {
     try {
       for (int i = 1; i < threads; ++i) others.emplace_back(work, data);
     } catch (const std::system_error&) {
-      // Those that could start take over the others' parts.
+      // The threads that did start do the others' parts.
     }
     work(data);
     for (auto& other : others) other.join();

@@ -9,11 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import has_memory, is_dense
-from .formats import (
+from ..distributed.dtensors import (
+    first_element,
+    is_sharded,
+    like,
+    local,
+    placed_like,
+    same_mesh,
+    same_placement,
+)
+from ..formats import (
     FLOAT32,
     FORMATS,
-    QUANTUM,
+    QUANT_BLOCK,
     REMAINDER,
     SMALL,
     Format,
@@ -26,16 +34,8 @@ from .formats import (
     rounding_of,
     scale_key,
 )
-from .rules import Rule
-from .shards import (
-    first_element,
-    is_sharded,
-    like,
-    local,
-    placed_like,
-    same_mesh,
-    same_placement,
-)
+from ..rules import Rule
+from .checks import has_memory, is_dense
 
 STATE_KEYS = ("momentum_buffer", "exp_avg_sq")
 
@@ -192,8 +192,8 @@ def _check_remainder(remainder: Any, param: Tensor, owner: str, fix: str) -> Non
 
 
 def scale_count(part: Tensor) -> int:
-    """One for each quantum, counted from the first element that lies here."""
-    return -(-part.numel() // QUANTUM)
+    """One for each quantisation block, counted from the first element that lies here."""
+    return -(-part.numel() // QUANT_BLOCK)
 
 
 def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, fix: str) -> None:
@@ -209,7 +209,7 @@ def _check_scale(scale: Any, code: Tensor, form: Format, owner: str, fix: str) -
     if not fits:
         raise ValueError(
             f"{owner} needs a scale tensor of shape ({count},) and type {form.scale}, one scale for "
-            f"each {QUANTUM} elements: {fix}"
+            f"each {QUANT_BLOCK} elements: {fix}"
         )
     if not is_dense(code):
         raise ValueError(

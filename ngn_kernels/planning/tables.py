@@ -1,86 +1,19 @@
-"""The small tables that kernels read and write, every column by name.
-
-csrc/tables.h has the same columns as structs, and triton_kernels.py takes them from here: one test
-holds the three together.
-"""
+"""The tables of a step: its inputs and its report, on each device. layout.py has their columns."""
 
 from __future__ import annotations
 
 import math
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .rules import Reason
+from ..layout import Count, GroupColumn, Input, Reason, Size
 from .transfer import is_capturing, numbers_of
 
 
-class Column(IntEnum):
-    """Of a bucket's table, one row per parameter: where its tensors lie, its size, its group,
-    on how many ranks the same elements lie, and what its noise begins with."""
-
-    X = 0
-    G = 1
-    M = 2
-    V = 3
-    STEP = 4
-    NUMEL = 5
-    GROUP = 6
-    COPIES = 7
-    M_SCALE = 8
-    V_SCALE = 9
-    REMAINDER = 10
-    NOISE_KEY = 11
-    FIRST = 12  # the place of its first element in the whole parameter
-
-
-class GroupColumn(IntEnum):
-    """Of the table of groups."""
-
-    LR = 0
-    BETA1 = 1
-    BETA2 = 2
-    EPS = 3
-    WEIGHT_DECAY = 4
-
-
-class Input(IntEnum):
-    """The scalars that a step is told."""
-
-    LOSS = 0
-    LOSS_FLOOR = 1
-    GRAD_SCALE = 2
-    FOUND_INF = 3
-    MAX_GRAD_NORM = 4
-
-
-class Sum(IntEnum):
-    """What a bucket reduces to."""
-
-    WEIGHTED = 0
-    ALIGNMENT = 1
-    NORM = 2
-
-
-class Count(IntEnum):
-    """The integers of a report."""
-
-    REASON = 0
-    SKIPPED = 1
-    LAST_REASON = 2
-
-
-class Size(IntEnum):
-    """The numbers of a report; gamma of each group follows from STEP_SIZES on."""
-
-    SHRINK = 0
-    STEP_SIZES = 1
-
-
 class GroupValues(NamedTuple):
-    """One row of the table of groups."""
+    """One row of the table of groups, in the order of GroupColumn."""
 
     lr: float
     beta1: float
@@ -204,12 +137,12 @@ class Report:
         shared = min(len(known), len(self.sizes))
         self.sizes.narrow(0, 0, shared).copy_(known.narrow(0, 0, shared))
 
-    def unheard_reason(self) -> Reason:
+    def poll_skip_reason(self) -> Reason:
         """Of a skipped step that was not asked for yet; from a GPU it comes some steps late."""
         if self._host_counts is not None:
-            return self._hear(self._host_counts)
+            return self._read_counts(self._host_counts)
         if self.device.type != "cuda":
-            return self._hear(self.counts.tolist())
+            return self._read_counts(self.counts.tolist())
         if is_capturing(self.device):
             return Reason.NONE
         if self._arriving is None:
@@ -218,12 +151,12 @@ class Report:
         host, event = self._arriving
         if not event.query():
             return Reason.NONE
-        reason = self._hear(host.tolist())
+        reason = self._read_counts(host.tolist())
         host.copy_(self.counts, non_blocking=True)
         event.record(torch.cuda.current_stream(self.device))
         return reason
 
-    def _hear(self, counts: memoryview | list[int]) -> Reason:
+    def _read_counts(self, counts: memoryview | list[int]) -> Reason:
         if counts[Count.SKIPPED] == self._seen:
             return Reason.NONE
         self._seen = counts[Count.SKIPPED]

@@ -1,5 +1,5 @@
-// The operations that an instruction set may do in its own way, under one name for scalars of host and
-// device and for vectors of the compilers' vector extension. rule.h is written in them.
+// Operations whose instructions depend on the target, under one name for scalars of host and device and for
+// vectors of the compilers' vector extension. rule.h is written in terms of them.
 #pragma once
 
 #include <cmath>
@@ -11,13 +11,14 @@
 #define NGN_AVX
 #endif
 
-#include "tables.h"
+#include "math/tables.h"
 
 #ifdef __CUDACC__
 #define NGN_HD __host__ __device__
 #else
 #define NGN_HD
 #endif
+#define NGN_INLINE __attribute__((always_inline)) inline
 
 namespace ngn {
 // One inline namespace per instruction set: the linker must not swap one's functions for another's.
@@ -26,7 +27,7 @@ inline namespace NGN_ISA {
 template <typename V>
 constexpr std::size_t lanes_of = sizeof(V) / sizeof(std::decay_t<decltype(V{}[0])>);
 
-// All lanes of V the same.
+// A V with the same value in every lane.
 template <typename V, typename T>
 NGN_HD inline V all(T value) {
   return value - V{};
@@ -76,7 +77,7 @@ NGN_HD inline V at_least_normal(V v) {
   return all<V>(smallest) > v ? all<V>(smallest) : v;
 }
 
-// Where an estimate of 1 / sqrt(v) and a Newton step do for a root, the divider is left to divisions.
+// Where an estimate of 1 / sqrt(v) and a Newton step replace the square root, the divider is free for divisions.
 #ifdef NGN_AVX
 template <typename T>
 constexpr bool estimates_root = std::is_same_v<T, float>;

@@ -1,0 +1,138 @@
+"""The options of an optimizer and the values of its groups, and the checks of both."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
+from numbers import Real
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .messages import FOREIGN_OPTIONS
+
+PER_OPTIMIZER = (
+    *("loss_floor", "max_grad_norm", "backend", "preconditioner", "state", "rounding"),
+    *("reduce_group", "replicas", "loss_reduction"),
+)
+
+
+class Options(TypedDict, total=False):
+    """What every algorithm takes by keyword, of the whole optimizer; NGNOptimizer explains each."""
+
+    loss_floor: float
+    max_grad_norm: float | None
+    backend: str
+    state: str | tuple[str, str]
+    rounding: str
+    reduce_group: Any
+    replicas: int | None
+    loss_reduction: str
+
+
+def options_of(cls: type) -> list[str]:
+    """What the constructor takes, and what it passes on to the one before it."""
+    known: dict[str, None] = {}
+    for base in cls.__mro__:
+        if "__init__" not in base.__dict__:
+            continue
+        parameters = inspect.signature(base.__dict__["__init__"]).parameters.values()
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        known |= dict.fromkeys(p.name for p in parameters if p.kind in named)
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            break
+    return list(known)
+
+
+# Values that some algorithms have in each group, with a word on who has them.
+OPTIONAL_VALUES = {
+    "momentum": "NGNM has it; the MD family has betas",
+    "betas": "the MD family has them",
+    "beta2": 'NGND has it with preconditioner="rms"',
+    "eps": "algorithms with an RMS preconditioner have it",
+}
+
+
+@cache
+def torch_keywords() -> frozenset[str]:
+    """What the constructors of torch's own optimizers take."""
+    classes = [v for v in vars(torch.optim).values() if isinstance(v, type)]
+    keywords = [inspect.signature(c).parameters for c in classes if issubclass(c, Optimizer)]
+    return frozenset(name for parameters in keywords for name in parameters)
+
+
+def check_group_names(names: Iterable[str], known: Iterable[str], owner: str) -> None:
+    """Raise for a name that was meant for an optimizer, and that this one would never read.
+
+    Any other name is the user's own: schedulers, trainers and layer-wise rates keep theirs in groups.
+    """
+    known = list(known)
+    for name in names:
+        if name in known or name in OPTIONAL_VALUES:
+            continue
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.85)
+        advice = FOREIGN_OPTIONS.get(name)
+        if advice is None and name in torch_keywords() - {"params", "defaults"}:
+            advice = "leave it out: it is an option of another optimizer"
+        if advice is None and near and near[0] not in name:  # such as max_momentum
+            advice = f"did you mean {near[0]}?"
+        if advice is not None:
+            raise TypeError(f"{owner} has no option {name}, which a group has: {advice}")
+
+
+# Of the lr that a schedule began with: what its products may be rounded by. A schedule that goes one
+# step too far is further below 0 than this, unless it has a million steps.
+LR_ROUNDING = 1e-6
+
+
+def usable_lr(lr: float, group: dict[str, Any], defaults: dict[str, Any]) -> float:
+    """The lr of a step: 0 where a schedule that ends at 0 was rounded to a number below it."""
+    if lr >= 0:
+        return lr
+    start = group.get("initial_lr", defaults["lr"])
+    if isinstance(start, Tensor):
+        start = start.item() if start.device.type == "cpu" else 0.0
+    return 0.0 if lr >= -LR_ROUNDING * start else lr
+
+
+def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raise unless a group has the values of its algorithm, and every one is in its range."""
+    algorithm = defaults["algorithm"]
+    for name, owner in OPTIONAL_VALUES.items():
+        if name in group and name not in defaults:
+            raise ValueError(f"{algorithm} has no {name} ({owner}): take it out of the group")
+    if group["algorithm"] != algorithm:
+        raise ValueError(
+            f"a group says algorithm={group['algorithm']!r}: this optimizer is {algorithm}"
+        )
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1 or not lr.is_floating_point():
+            raise ValueError(f"lr={lr}: a tensor lr must be one floating-point number")
+        lr = lr.item() if lr.device.type == "cpu" else 0.0
+    require("lr", lr, "in [0, inf)", lambda v: 0 <= usable_lr(v, group, defaults) < math.inf)
+    unit = "in [0, 1)"
+    if "momentum" in group:
+        require("momentum", group["momentum"], unit, lambda v: 0 <= v < 1)
+    if "beta2" in group:
+        require("beta2", group["beta2"], unit, lambda v: 0 <= v < 1)
+    if "betas" in group:
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"betas={betas!r}: must be a pair of numbers, each {unit}")
+        for i, beta in enumerate(betas):
+            require(f"betas[{i}]", beta, unit, lambda v: 0 <= v < 1)
+    if "eps" in group:
+        require("eps", group["eps"], "in (0, inf)", lambda v: 0 < v < math.inf)
+    require("weight_decay", group["weight_decay"], "in [0, inf)", lambda v: 0 <= v < math.inf)
+
+
+def require(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) -> None:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not holds(value):
+        raise ValueError(f"{name}={value!r}: must be {wanted}")

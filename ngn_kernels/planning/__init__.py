@@ -1,0 +1,1 @@
+"""From tensors to tables: what kernels read and write in a step, kept while nothing moves."""
