@@ -250,14 +250,19 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} does not go into JSON")
 
 
+def parse_json(path: Path, what: str = "") -> Any:
+    """The content of a JSON file; `what` it is stands in errors."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"cannot read {what}{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise BenchError(f"{what}{path} is not JSON: {error}") from None
+
+
 def read_json(path: Path, kind: str | None = None) -> dict[str, Any]:
     """Read a result file of ngn-bench; raise if it is anything else, or of another `kind`."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BenchError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise BenchError(f"{path} is not JSON: {error}") from None
+    data = parse_json(path)
     if not isinstance(data, dict) or "schema" not in data or "kind" not in data:
         raise BenchError(f"{path} is not a result of ngn-bench: write one with --json")
     if data["schema"] != SCHEMA:

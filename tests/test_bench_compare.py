@@ -38,6 +38,12 @@ def slowed(record: dict[str, Any], factor: float) -> dict[str, Any]:
     return changed
 
 
+def compare(folder: Path, old: dict[str, Any], new: dict[str, Any], *options: str) -> int:
+    """The exit status of `ngn-bench compare` for two records."""
+    files = write(folder / "old.json", old), write(folder / "new.json", new)
+    return run(["compare", *files, *options])
+
+
 @pytest.mark.parametrize("metric", ["time", "ratio"])
 @pytest.mark.parametrize(
     ("factor", "options", "status", "word"),
@@ -59,17 +65,14 @@ def test_compare(
     word: str,
     metric: str,
 ) -> None:
-    old = write(tmp_path / "old.json", result)
-    new = write(tmp_path / "new.json", slowed(result, factor))
-    assert run(["compare", old, new, "--metric", metric, *options]) == status
+    assert compare(tmp_path, result, slowed(result, factor), "--metric", metric, *options) == status
     assert word in capsys.readouterr().out
 
 
 def test_compare_widens_the_band_with_the_spread(tmp_path: Path, result: dict[str, Any]) -> None:
     noisy = slowed(result, 1.3)
     noisy["rows"][1]["time"].update(low=1.2, high=3.2)
-    old = write(tmp_path / "old.json", result)
-    assert run(["compare", old, write(tmp_path / "new.json", noisy)]) == 0
+    assert compare(tmp_path, result, noisy) == 0
 
 
 def test_compare_adds_the_spread_of_adamw_to_a_ratio(
@@ -77,9 +80,8 @@ def test_compare_adds_the_spread_of_adamw_to_a_ratio(
 ) -> None:
     slower = slowed(result, 1.3)
     slower["rows"][0]["time"].update(low=0.7, high=1.3)
-    command = ["compare", write(tmp_path / "old.json", result), write(tmp_path / "n.json", slower)]
-    assert run(command) == 1
-    assert run([*command, "--metric", "ratio"]) == 0
+    assert compare(tmp_path, result, slower) == 1
+    assert compare(tmp_path, result, slower, "--metric", "ratio") == 0
 
 
 @pytest.mark.parametrize("refused", [True, False])
@@ -91,15 +93,14 @@ def test_what_is_no_longer_timed_is_a_regression(
         broken["not_run"]["many:3x5"] = {broken["rows"].pop()["label"]: "out of luck"}
     else:
         broken["rows"][1].update(time=None, ratio=None, note="out of luck")
-    old, new = write(tmp_path / "old.json", result), write(tmp_path / "new.json", broken)
-    assert run(["compare", old, new]) == 1
+    assert compare(tmp_path, result, broken) == 1
     assert "no longer timed: many:3x5 · adamw:for-loop" in (output := capsys.readouterr().out)
     assert "out of luck" in output
-    assert run(["compare", new, old]) == 0
+    assert compare(tmp_path, broken, result) == 0
     broken["rows"][-1].update(time=None, note="not measured: interrupted")
     broken["not_run"] = {}
     if not refused:
-        assert run(["compare", old, write(tmp_path / "new.json", broken)]) == 0
+        assert compare(tmp_path, result, broken) == 0
 
 
 def test_training_on_other_batches_is_another_row(
@@ -121,8 +122,7 @@ def test_compare_lists_what_does_not_match(
     other = copy.deepcopy(result)
     del other["rows"][1]
     other["environment"]["cpu"] = "another"
-    command = ["compare", write(tmp_path / "a.json", result), write(tmp_path / "b.json", other)]
-    assert run(command) == 0
+    assert compare(tmp_path, result, other) == 0
     output = capsys.readouterr().out
     assert "only in the old result: many:3x5 · adamw:for-loop" in output
     assert "→ another" in output
@@ -145,9 +145,9 @@ def with_formats(record: dict[str, Any]) -> dict[str, Any]:
 def test_compare_with_rows_that_only_one_has(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str], metric: str
 ) -> None:
-    old, new = write(tmp_path / "a.json", result), write(tmp_path / "b.json", with_formats(result))
-    for files, side in (((old, new), "new"), ((new, old), "old")):
-        assert run(["compare", *files, "--metric", metric]) == 0
+    more = with_formats(result)
+    for old, new, side in ((result, more, "new"), (more, result, "old")):
+        assert compare(tmp_path, old, new, "--metric", metric) == 0
         output = capsys.readouterr().out
         for name in ("ngnmdv1:cpu/8bit · float32", "ngnmdv1:cpu/exact@bfloat16 · bfloat16"):
             assert f"only in the {side} result: many:3x5 · {name} · cpu" in output
@@ -161,16 +161,14 @@ def test_a_format_that_no_longer_runs_is_a_regression(
     fewer = copy.deepcopy(more)
     labels = [fewer["rows"].pop()["label"] for _ in range(2)]
     fewer["not_run"]["many:3x5"] = dict.fromkeys(labels, "out of luck")
-    old, new = write(tmp_path / "old.json", more), write(tmp_path / "new.json", fewer)
-    assert run(["compare", old, new]) == 1
+    assert compare(tmp_path, more, fewer) == 1
     output = capsys.readouterr().out
     for name in ("ngnmdv1:cpu/8bit · float32", "ngnmdv1:cpu/exact@bfloat16 · bfloat16"):
         assert f"no longer timed: many:3x5 · {name} · cpu: out of luck" in output
     # A run in another dtype does not measure these rows, but for the one with a dtype of its own.
     for row in fewer["rows"]:
         row["dtype"] = "bfloat16"
-    other = write(tmp_path / "other.json", fewer)
-    assert run(["compare", old, other]) == 1
+    assert compare(tmp_path, more, fewer) == 1
     output = capsys.readouterr().out
     assert "no longer timed: many:3x5 · ngnmdv1:cpu/exact@bfloat16" in output
     assert "only in the old result: many:3x5 · ngnmdv1:cpu/8bit" in output

@@ -13,7 +13,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from ngn_bench.cli import main
-from ngn_bench.commands.runs import seeds, selected, step_sizes
+from ngn_bench.commands.lab import seeds, selected, step_sizes
 from ngn_bench.errors import BenchError
 from ngn_bench.lab import optimizers, toys
 

@@ -6,7 +6,6 @@ commands that make it, the pictures that the docs show. The commands say which r
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BenchError
 from ..pages.plots import record_digest
-from ..report import Table, columns, markdown_table
+from ..report import Table, columns, markdown_table, parse_json
 from . import figures
 from .results import AT_BOUND, Results, bound_shares, grid_table, number, skipped_note
 from .sweep import Record, require_one_problem
@@ -74,15 +73,8 @@ def load(
 
     A sweep of the index may use the runs of other folders `also`.
     """
-    path = folder / index
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BenchError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise BenchError(f"{path} is not JSON: {error}") from None
     kept = []
-    for entry in entries:
+    for entry in parse_json(folder / index):
         wanted = [spec for command in entry["commands"] for spec in planned(command)]
         chosen = set(wanted)
         runs = [

@@ -82,10 +82,6 @@ class Floor:
     reduce: float
     apply: float
 
-    @property
-    def total(self) -> float:
-        return self.reduce + self.apply
-
 
 def floors(
     speed: float,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import re
 import reprlib
@@ -17,6 +16,7 @@ from torch import nn
 from .. import models
 from ..environment import first_line
 from ..errors import BenchError, unknown_name
+from ..report import parse_json
 
 Shape = tuple[int, ...]
 
@@ -44,11 +44,6 @@ class Workload:
     @property
     def tensors(self) -> int:
         return len(self.shapes)
-
-    @property
-    def title(self) -> str:
-        tensors = f"{self.tensors:,} tensor{'s' * (self.tensors != 1)}"
-        return f"{self.name}: {count(self.parameters)} parameters in {tensors}"
 
 
 def count(number: float) -> str:
@@ -137,12 +132,7 @@ def _factory_shapes(path: str) -> tuple[Shape, ...]:
 
 def read_shapes(path: Path) -> Workload:
     """A workload from a JSON file: a list of shapes, or an object from names to shapes."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BenchError(f"cannot read the shapes file {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise BenchError(f"the shapes file {path} is not JSON: {error}") from None
+    data = parse_json(path, "the shapes file ")
     wanted = "write a list of shapes, as [[512, 512], [512]], or an object from names to shapes"
     entries = list(data.values()) if isinstance(data, dict) else data
     if not isinstance(entries, list) or not entries:
