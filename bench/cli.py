@@ -13,8 +13,8 @@ from .errors import INTERRUPTED, BenchError
 USAGE_ERROR = 2
 
 DESCRIPTION = """\
-What does an NGN step cost beside AdamW, and how far are both from what the memory allows?
-And how far from the best step size do these optimizers still train?
+What does an NGN step cost compared with AdamW's, and what does the memory bandwidth allow?
+How far from the best step size does each optimizer still train?
 
   ngn-bench step                          the table, in about a minute
   ngn-bench step --workload gpt2 --contenders ngnmdv1,ngnm
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _recorded_command(words: Sequence[str]) -> list[str]:
-    """The command for the record: all of it that says what was measured."""
+    """The command for the record, without the options that only name files to write."""
     kept = ["ngn-bench"]
     skip_value = False
     for word in words:

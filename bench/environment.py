@@ -35,7 +35,7 @@ PACKAGES = (
 )
 BACKENDS = ("cpu", "triton", "reference")
 CGROUP = Path("/sys/fs/cgroup")
-RESULTS = "results"  # kept records, beside this file
+RESULTS = "results"  # stored records, in the folder of this file
 
 
 def package_versions() -> dict[str, str | None]:
@@ -96,9 +96,9 @@ def memory_free(device: torch.device) -> int | None:
         if limit != "max":
             used = int((CGROUP / "memory.current").read_text())
             lines = (CGROUP / "memory.stat").read_text().splitlines()
-            held = {name: int(number) for name, number in map(str.split, lines)}
-            # The page cache counts as used, and is given back when memory is wanted.
-            cached = held.get("active_file", 0) + held.get("inactive_file", 0)
+            sizes = {name: int(number) for name, number in map(str.split, lines)}
+            # The page cache counts as used, but is freed when memory is needed.
+            cached = sizes.get("active_file", 0) + sizes.get("inactive_file", 0)
             limits.append(max(0, int(limit) - used + cached))
     except (OSError, ValueError):
         pass
@@ -166,7 +166,7 @@ def fastest_backend(device: torch.device, dtype: torch.dtype) -> str:
 def git_revision() -> str | None:
     """The commit of this code, with "-dirty" if it was changed; None outside a clone.
 
-    Results are no code: those of one command do not make the next one's revision dirty.
+    Result files do not count: those of one command must not make the next one's revision dirty.
     """
     here = Path(__file__).resolve()
 
@@ -191,7 +191,7 @@ def first_line(error: BaseException) -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Everything a reader of a result file needs to know about where it was measured."""
+    """The machine and the versions of a measurement, for its result file."""
     return {
         "packages": package_versions(),
         "revision": git_revision(),

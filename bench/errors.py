@@ -13,7 +13,7 @@ class BenchError(Exception):
 
 
 def unknown_name(
-    kind: str, name: str, known: Iterable[str], hint: str = "", listed: Iterable[str] = ()
+    kind: str, name: str, known: Iterable[str], note: str = "", listed: Iterable[str] = ()
 ) -> BenchError:
     """An error for a name that is not in `known`, with the nearest one as a suggestion.
 
@@ -23,5 +23,5 @@ def unknown_name(
     nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
     shown = ", ".join(listed or names)
-    extra = f"\n{hint}" if hint else ""
+    extra = f"\n{note}" if note else ""
     return BenchError(f"unknown {kind} {name!r}.{suggestion}\nKnown: {shown}{extra}")

@@ -193,7 +193,7 @@ def record(
 
 
 def require_writable(path: Path | None) -> None:
-    """Raise if a result could not be written to `path`; asked before it is measured."""
+    """Raise if a result cannot be written to `path`; called before anything is measured."""
     if path is None:
         return
     if path.is_dir():
@@ -208,7 +208,7 @@ def require_writable(path: Path | None) -> None:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write a result file, whole or not at all."""
+    """Write a result file atomically."""
     partial = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +219,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def as_plain(data: dict[str, Any]) -> dict[str, Any]:
-    """The record as it will be read back from its file."""
+    """The record as it is read back from its file."""
     plain: dict[str, Any] = json.loads(json.dumps(data, default=_plain))
     return plain
 
@@ -250,14 +250,19 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} does not go into JSON")
 
 
-def read_json(path: Path, kind: str | None = None) -> dict[str, Any]:
-    """A result file of this tool; anything else is an error that says so."""
+def parse_json(path: Path, what: str = "") -> Any:
+    """The content of a JSON file; `what` it is stands in errors."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BenchError(f"cannot read {path}: {error.strerror}") from None
+        raise BenchError(f"cannot read {what}{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise BenchError(f"{path} is not JSON: {error}") from None
+        raise BenchError(f"{what}{path} is not JSON: {error}") from None
+
+
+def read_json(path: Path, kind: str | None = None) -> dict[str, Any]:
+    """Read a result file of ngn-bench; raise if it is anything else, or of another `kind`."""
+    data = parse_json(path)
     if not isinstance(data, dict) or "schema" not in data or "kind" not in data:
         raise BenchError(f"{path} is not a result of ngn-bench: write one with --json")
     if data["schema"] != SCHEMA:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ngn_bench.contenders.registry import CONTENDERS
 from ngn_bench.timing import roofline
 
 CPU = torch.device("cpu")
+ROOFLINE = ["roofline", "--largest", "32k", "--seconds", "0.2", "--device", "cpu"]
 TINY = ["--workload", "many:3x5", "--seconds", "0.05", "--device", "cpu"]
 
 
@@ -34,11 +36,16 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return message
 
 
-def run_step(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
-    path = tmp_path / "step.json"
-    assert run(["step", *TINY, *arguments, "--json", str(path)]) == status
+def record_of(tmp_path: Path, *command: str, status: int = 0) -> dict[str, Any]:
+    """The record that a command writes."""
+    path = tmp_path / "record.json"
+    assert run([*command, "--json", str(path)]) == status
     record: dict[str, Any] = json.loads(path.read_text())
     return record
+
+
+def run_step(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
+    return record_of(tmp_path, "step", *TINY, *arguments, status=status)
 
 
 def rows_by_name(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -47,6 +54,35 @@ def rows_by_name(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def replace_contender(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> None:
     monkeypatch.setitem(CONTENDERS, name, dataclasses.replace(CONTENDERS[name], **changes))
+
+
+def raising_after(steps: int, error: BaseException) -> type[torch.optim.SGD]:
+    """An optimizer whose steps raise after so many of them."""
+
+    class Raising(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Raising.calls += 1
+            if Raising.calls > steps:
+                raise error
+            return super().step(closure)
+
+    return Raising
+
+
+def overflowing_after(steps: int) -> type[torch.optim.SGD]:
+    """An optimizer that sets parameters to 0 in so many steps, and to infinity after them."""
+
+    class Overflowing(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            Overflowing.calls += 1
+            for p in self.param_groups[0]["params"]:
+                p.detach().fill_(math.inf if Overflowing.calls > steps else 0.0)
+
+    return Overflowing
 
 
 def write(path: Path, record: dict[str, Any]) -> str:

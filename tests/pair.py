@@ -149,6 +149,12 @@ class Pair:
         self.expect(loss, grad_scale)
         self.optimizer.step(loss=loss)
 
+    def checked_step(self, loss: Any, *, grad_scale: float = 1.0) -> None:
+        """One step of both from where the optimizer is, compared element by element."""
+        self.sync()
+        self.step(loss, grad_scale=grad_scale)
+        self.check_step()
+
     def expect(self, loss: Any, grad_scale: float = 1.0) -> None:
         """One step of the oracle, with the gradients and group values of the optimizer."""
         for group, values in zip(self.oracle.groups, self.optimizer.param_groups, strict=True):

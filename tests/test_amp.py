@@ -131,9 +131,7 @@ def test_found_inf_is_honoured(
     assert int(optimizer.skipped_steps) == 1
 
     optimizer.found_inf = torch.zeros(())
-    pair.sync()
-    pair.step(1.0, grad_scale=1.0 if grad_scale is None else 8.0)
-    pair.check_step()
+    pair.checked_step(1.0, grad_scale=1.0 if grad_scale is None else 8.0)
 
 
 def test_overflow_of_the_scaled_loss(algorithm: Algorithm, backend: str) -> None:

@@ -74,9 +74,7 @@ def assert_skipped(pair: Pair, loss: Any) -> None:
     assert int(optimizer.skipped_steps) == count + 1
 
     random_gradients(params_of(optimizer), seed=99)
-    pair.sync()
-    pair.step(1.0)
-    pair.check_step()
+    pair.checked_step(1.0)
     assert int(optimizer.skipped_steps) == count + 1
 
 
@@ -284,9 +282,7 @@ def test_huge_finite_gradient(algorithm: Algorithm, backend: str) -> None:
         assert p.isfinite().all()
         assert all(torch.as_tensor(value).isfinite().all() for value in optimizer.state[p].values())
     random_gradients(params_of(optimizer), seed=9)
-    pair.sync()
-    pair.step(1.0)
-    pair.check_step()
+    pair.checked_step(1.0)
 
 
 def test_ngnd_takes_a_huge_gradient_for_what_it_is(backend: str) -> None:

@@ -62,15 +62,20 @@ class Run:
     def loss(self, seed: int, path: str = "012", scale: float = 1.0) -> Tensor:
         return scale * self.model(batch(seed), path).square().mean()
 
+    def backward(self, seed: int, path: str = "012", scale: float = 1.0) -> Tensor:
+        """The loss of a batch, whose gradients are added."""
+        loss = self.loss(seed, path, scale)
+        loss.backward()
+        return loss
+
+    def backwards(self, *seeds: int, path: str = "012") -> float:
+        """Add the gradients of the mean of these batches, and return it."""
+        return sum(self.backward(seed, path, 1 / len(seeds)).item() for seed in seeds)
+
     def plain_step(self, *seeds: int, path: str = "012") -> None:
-        """The mean of these batches, in the way that cannot go wrong."""
+        """A step on the mean of these batches, with its loss as argument."""
         self.optimizer.zero_grad()
-        total = 0.0
-        for seed in seeds:
-            loss = self.loss(seed, path, 1 / len(seeds))
-            loss.backward()
-            total += loss.item()
-        self.optimizer.step(loss=total)
+        self.optimizer.step(loss=self.backwards(*seeds, path=path))
 
 
 def same(one: Run, other: Run) -> bool:
@@ -106,6 +111,15 @@ def micro_batch(run: Run, give: str, first: bool, seed: int, path: str = "012") 
         loss.backward()
 
 
+def steps_agree(run: Run, plain: Run, k: int, give: str = "add_loss", first: bool = False) -> bool:
+    """A step on two micro-batches, and the same as one plain step; whether they have the same bits."""
+    micro_batch(run, give, first, 2 * k)
+    micro_batch(run, give, first, 2 * k + 1)
+    run.optimizer.step()
+    plain.plain_step(2 * k, 2 * k + 1)
+    return same(run, plain)
+
+
 # Gradients that were thrown away
 
 
@@ -122,11 +136,7 @@ def test_a_loss_goes_with_gradients_that_the_module_clears(
         for i in range(discarded):
             micro_batch(run, give, first, 100 + i)
         clear(run)
-        micro_batch(run, give, first, 2 * k)
-        micro_batch(run, give, first, 2 * k + 1)
-        run.optimizer.step()
-        plain.plain_step(2 * k, 2 * k + 1)
-        assert same(run, plain)
+        assert steps_agree(run, plain, k, give, first)
         if k:
             clear(run)
 
@@ -178,16 +188,12 @@ def test_zeroed_gradients_where_the_first_parameter_had_none(backend: str) -> No
     """Only the first gradient was marked as used, and the next batch made another one."""
     run, plain = Run(backend), Run(backend)
     optimizer = run.optimizer
-    run.loss(0, "2").backward()
+    run.backward(0, "2")
     optimizer.zero_grad(set_to_none=False)
     for k in range(2):
         micro_batch(run, "add_loss", False, 100, "0")
         optimizer.zero_grad()
-        micro_batch(run, "add_loss", False, 2 * k)
-        micro_batch(run, "add_loss", False, 2 * k + 1)
-        optimizer.step()
-        plain.plain_step(2 * k, 2 * k + 1)
-        assert same(run, plain)
+        assert steps_agree(run, plain, k)
         optimizer.zero_grad(set_to_none=False)
 
 
@@ -201,7 +207,7 @@ def test_a_step_after_all_gradients_are_gone(backend: str, clear: Callable[[Run]
             assert not run.optimizer.loss_is_pending()
             run.optimizer.step()
             assert same(run, plain)
-        run.loss(k).backward()
+        run.backward(k)
         with pytest.raises(RuntimeError, match="give it after zero_grad"):
             run.optimizer.step()
         run.optimizer.zero_grad()
@@ -218,8 +224,7 @@ def test_dropping_the_gradients_of_one_layer_keeps_the_loss(backend: str) -> Non
             one.optimizer.zero_grad()
             total = 0.0
             for seed in range(2):
-                loss = one.loss(seed, scale=0.5)
-                loss.backward()
+                loss = one.backward(seed, scale=0.5)
                 total += loss.item()
                 if one is run:
                     run.optimizer.add_loss(loss)
@@ -243,9 +248,7 @@ def test_gradients_that_are_clipped_in_place_keep_their_loss(backend: str, give:
         total = 0.0
         for seed in (2 * k, 2 * k + 1):
             micro_batch(run, give, False, seed)
-            loss = plain.loss(seed, scale=0.5)
-            loss.backward()
-            total += loss.item()
+            total += plain.backward(seed, scale=0.5).item()
             for one in (run, plain):
                 nn.utils.clip_grad_norm_(one.model.parameters(), 1e-3)
         run.optimizer.step()
@@ -382,10 +385,9 @@ def test_another_witness_is_chosen_once(backend: str, monkeypatch: pytest.Monkey
         run.plain_step(k, path="02" if k % 2 else "12")
     assert hooks_of(run)[4:] == [2, 0] and len(moves) <= 4
     for k in range(3):
-        run.loss(k, "12", 1 / 3).backward()
+        run.backward(k, "12", 1 / 3)
     with pytest.warns(UserWarning, match=r"4 backward\(\) calls"):
-        loss = run.loss(9, "02")
-        loss.backward()
+        loss = run.backward(9, "02")
         run.optimizer.step(loss=loss)
 
 
@@ -399,11 +401,7 @@ def test_frozen_and_removed_parameters_are_no_witnesses(backend: str) -> None:
     for k in range(2):
         micro_batch(run, "add_loss", False, 100)
         run.model.zero_grad()
-        micro_batch(run, "add_loss", False, 2 * k)
-        micro_batch(run, "add_loss", False, 2 * k + 1)
-        run.optimizer.step()
-        plain.plain_step(2 * k, 2 * k + 1)
-        assert same(run, plain)
+        assert steps_agree(run, plain, k)
         run.model.zero_grad()
     assert not first._backward_hooks and second._backward_hooks
     for one in (run, plain):
@@ -412,11 +410,7 @@ def test_frozen_and_removed_parameters_are_no_witnesses(backend: str) -> None:
     for k in range(2):
         micro_batch(run, "add_loss", False, 100)
         run.model.zero_grad()
-        micro_batch(run, "add_loss", False, 2 * k)
-        micro_batch(run, "add_loss", False, 2 * k + 1)
-        run.optimizer.step()
-        plain.plain_step(2 * k, 2 * k + 1)
-        assert same(run, plain)
+        assert steps_agree(run, plain, k)
         run.model.zero_grad()
     assert hooks_of(run) == [0, 0, 2, 0, 0, 0]
 
@@ -451,11 +445,7 @@ def test_swapped_parameters_are_watched_again() -> None:
         for k in range(4):
             micro_batch(run, "add_loss", False, 100)
             run.model.zero_grad()
-            micro_batch(run, "add_loss", False, 2 * k)
-            micro_batch(run, "add_loss", False, 2 * k + 1)
-            run.optimizer.step()
-            plain.plain_step(2 * k, 2 * k + 1)
-            assert same(run, plain)
+            assert steps_agree(run, plain, k)
             if k == 1:
                 for one in (run, plain):
                     one.optimizer.zero_grad()
@@ -541,13 +531,11 @@ def test_gradients_on_a_device_are_never_read(monkeypatch: pytest.MonkeyPatch) -
     assert same(run, plain)
     run.optimizer.zero_grad()
     for _ in range(2):
-        run.loss(3).backward()
+        run.backward(3)
         set_to_zero(run)
 
     def closure() -> Any:
-        loss = run.loss(4)
-        loss.backward()
-        return loss
+        return run.backward(4)
 
     run.optimizer.step(closure)
     plain.plain_step(4)
@@ -565,8 +553,7 @@ def test_an_interrupted_pass_is_not_counted(backend: str) -> None:
         handle.remove()
         run.optimizer.drop_loss()
         run.model.zero_grad()
-        loss = run.loss(0)
-        loss.backward()
+        loss = run.backward(0)
         run.optimizer.step(loss=loss)
         plain.plain_step(0)
         assert same(run, plain)
@@ -589,8 +576,7 @@ def test_the_loss_of_one_of_several_backwards_is_warned_of_once(backend: str) ->
     for step in range(3):
         run.optimizer.zero_grad()
         for seed in range(8):
-            loss = run.loss(seed, scale=1 / 8)
-            loss.backward()
+            loss = run.backward(seed, scale=1 / 8)
         if step:
             run.optimizer.step(loss=loss)
             continue
@@ -606,12 +592,10 @@ def test_a_closure_returns_the_loss_of_one_of_several_backwards(backend: str) ->
     plain.plain_step(0)
     run.optimizer.zero_grad()
     for seed in range(7):
-        run.loss(seed, scale=1 / 8).backward()
+        run.backward(seed, scale=1 / 8)
 
     def closure() -> Any:
-        loss = run.loss(7, scale=1 / 8)
-        loss.backward()
-        return loss.detach()
+        return run.backward(7, scale=1 / 8).detach()
 
     says = r"7 backward\(\) calls.*callbacks=\[ngn_kernels\.trainers\.FeedLoss\(\)\].*add_loss"
     with pytest.raises(RuntimeError, match=says):
@@ -628,16 +612,14 @@ def test_closures_that_clear_are_not_refused(backend: str, clear: str) -> None:
     run, plain = Run(backend), Run(backend)
     for k in range(3):
         for seed in range(3):
-            run.loss(seed).backward()  # as a line search or an estimate might
+            run.backward(seed)  # as a line search or an estimate might
 
         def closure(seed: int = k) -> Any:
             if clear == "optimizer":
                 run.optimizer.zero_grad()
             else:
                 CLEAR[clear](run)
-            loss = run.loss(seed)
-            loss.backward()
-            return loss
+            return run.backward(seed)
 
         closure()
         run.optimizer.step(closure)
@@ -649,16 +631,11 @@ def test_closures_without_a_backward(backend: str) -> None:
     run, plain = Run(backend), Run(backend)
     for k in range(2):
         run.optimizer.zero_grad()
-        loss = run.loss(k)
-        loss.backward()
+        loss = run.backward(k)
         run.optimizer.step(lambda loss=loss: loss)
         plain.plain_step(k)
         run.optimizer.zero_grad()
-        total = 0.0
-        for seed in range(3):
-            loss = run.loss(seed, scale=1 / 3)
-            loss.backward()
-            total += loss.item()
+        total = run.backwards(0, 1, 2)
         run.optimizer.step(lambda total=total: total)
         plain.plain_step(0, 1, 2)
         assert same(run, plain)
@@ -684,12 +661,11 @@ def test_a_loss_beside_a_closure_that_returns_none(backend: str) -> None:
     run, plain = Run(backend), Run(backend)
     for k in range(2):
         run.optimizer.zero_grad()
-        loss = run.loss(k)
-        loss.backward()
+        loss = run.backward(k)
         assert run.optimizer.step(lambda: None, loss=loss) is loss
         plain.plain_step(k)
         assert same(run, plain)
-    run.loss(5).backward()
+    run.backward(5)
     for closure in (lambda: 1.0, lambda: run.optimizer.add_loss(1.0)):
         with pytest.raises(RuntimeError, match="two sources"):
             run.optimizer.step(closure, loss=1.0)
@@ -705,12 +681,7 @@ def sums_are_detached(run: Run) -> None:
 
 
 def numbers(run: Run) -> None:
-    total = 0.0
-    for seed in range(3):
-        loss = run.loss(seed)
-        loss.backward()
-        total += loss.item()
-    run.optimizer.step(loss=total)
+    run.optimizer.step(loss=sum(run.backward(seed).item() for seed in range(3)))
 
 
 def gradient_penalty(run: Run) -> None:
@@ -733,8 +704,7 @@ def retained_graph(run: Run) -> None:
 
 
 def tied_weights(run: Run) -> None:
-    loss = run.loss(0, "0012100")
-    loss.backward()
+    loss = run.backward(0, "0012100")
     run.optimizer.step(loss=loss)
 
 
@@ -770,19 +740,16 @@ def other_checkpoints(run: Run) -> None:
 
 def discarded_batches(run: Run) -> None:
     for clear in (set_to_none, set_to_zero, by_hand):
-        run.loss(1).backward()
+        run.backward(1)
         clear(run)
-    loss = run.loss(0)
-    loss.backward()
+    loss = run.backward(0)
     run.optimizer.step(loss=loss)
 
 
 def line_search(run: Run) -> None:
     def closure() -> Tensor:
         run.optimizer.zero_grad()
-        loss = run.loss(0)
-        loss.backward()
-        return loss
+        return run.backward(0)
 
     for _ in range(3):
         loss = closure()
@@ -910,8 +877,7 @@ def test_fsdp_adds_to_gradients_by_itself(
     for k in range(3):
         for first in (100, 2 * k):
             for seed in (first, first + 1):
-                loss = run.loss(seed, scale=0.5)
-                loss.backward()
+                loss = run.backward(seed, scale=0.5)
                 run.optimizer.add_loss(loss)
             if first == 100:
                 clear(run)
@@ -920,8 +886,7 @@ def test_fsdp_adds_to_gradients_by_itself(
         assert float(run.optimizer.shrink) == pytest.approx(float(plain.optimizer.shrink))
         clear(run)
     for _ in range(2):
-        loss = run.loss(0)
-        loss.backward()
+        loss = run.backward(0)
     if hooked:
         with pytest.warns(UserWarning, match=r"^2 backward"):
             run.optimizer.step(loss=loss)

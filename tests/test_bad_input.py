@@ -363,9 +363,7 @@ def test_a_gradient_that_is_complex_where_its_parameter_is_not(
         if k > 1:  # steps with and without a refused one between them
             p.grad = grad
             for _ in range(2):
-                pair.sync()
-                pair.step(1.0)
-                pair.check_step()
+                pair.checked_step(1.0)
 
 
 class Wrapper(torch.Tensor):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import math
 import re
 import runpy
 import sys
@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import TINY, failure, replace_contender, rows_by_name, run, run_step
+from bench_runs import (
+    ROOFLINE,
+    TINY,
+    failure,
+    overflowing_after,
+    raising_after,
+    record_of,
+    replace_contender,
+    rows_by_name,
+    run,
+    run_step,
+)
 from ngn_bench import environment
 from ngn_bench.contenders import registry
 from ngn_bench.contenders.registry import CONTENDERS
@@ -80,36 +91,20 @@ def test_half_precision_is_timed_on_finite_parameters(tmp_path: Path) -> None:
     assert [row["label"] for row in rows if row["time"] is None or row["note"]] == []
 
 
-class Spoiling(torch.optim.SGD):
-    """From its second step on a workload on, leaves what no optimizer should."""
-
-    rubbish = math.inf
-    steps = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        Spoiling.steps += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                with torch.no_grad():
-                    p.fill_(self.rubbish if Spoiling.steps > 1 else 0.0)
-
-
-def test_a_contender_that_spoils_the_parameters_leaves_the_others(
+def test_non_finite_parameters_leave_the_other_contenders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Spoiling, "steps", 0)
-    replace_contender(monkeypatch, "adamw:foreach", build=Spoiling, build_truth=None)
+    replace_contender(monkeypatch, "adamw:foreach", build=overflowing_after(1), build_trusted=None)
     rows = rows_by_name(run_step(tmp_path, "--contenders", "adamw:foreach,adamw:for-loop"))
     assert rows["adamw:foreach"]["time"] is None
     assert "leaves non-finite parameters in float32" in rows["adamw:foreach"]["note"]
     assert rows["adamw:for-loop"]["time"] is not None
 
 
-def test_no_time_is_shown_once_parameters_are_spoilt(
+def test_no_time_is_shown_once_parameters_are_non_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Spoiling, "steps", -8)
-    replace_contender(monkeypatch, "adamw:foreach", build=Spoiling, build_truth=None)
+    replace_contender(monkeypatch, "adamw:foreach", build=overflowing_after(9), build_trusted=None)
     for row in run_step(tmp_path, "--contenders", "adamw:foreach")["rows"]:
         assert row["time"] is None
         assert row["note"] == "not shown: parameters became non-finite while steps were timed"
@@ -119,11 +114,21 @@ def test_skipped_steps_are_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     class Skipping(torch.optim.SGD):
         skipped_steps = torch.tensor(3)
 
-    replace_contender(monkeypatch, "sgd:fused", build=Skipping, build_truth=None)
+    replace_contender(monkeypatch, "sgd:fused", build=Skipping, build_trusted=None)
     rows = rows_by_name(run_step(tmp_path, "--contenders", "sgd:fused"))
     assert rows["sgd:fused"]["time"] is None
     assert rows["sgd:fused"]["note"] == "not shown: 3 of its steps were skipped"
     assert rows["adamw:fused"]["time"] is not None
+
+
+def step_on_shapes(tmp_path: Path, shapes: str, *arguments: str) -> list[dict[str, Any]]:
+    """The rows of a run on a file of shapes."""
+    path = tmp_path / "resnet20.json"
+    path.write_text(shapes)
+    command = ["step", "--shapes", str(path), "--seconds", "0.05", "--device", "cpu"]
+    record = record_of(tmp_path, *command, "--contenders", "adamw:fused", *arguments)
+    rows: list[dict[str, Any]] = record["rows"]
+    return rows
 
 
 def test_gradients_move_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,16 +141,12 @@ def test_gradients_move_between_steps(tmp_path: Path, monkeypatch: pytest.Monkey
                 seen.append([p.grad.data_ptr() for p in params])
             return super().step(closure)
 
-    replace_contender(monkeypatch, "sgd:fused", build=Watching, build_truth=None)
-    shapes = tmp_path / "mine.json"
-    shapes.write_text("[[3], [5], [3], [3]]")
-    path = tmp_path / "out.json"
-    command = ["step", "--shapes", str(shapes), "--contenders", "sgd:fused", "--json", str(path)]
-    assert run([*command, "--seconds", "0.05", "--device", "cpu"]) == 0
+    replace_contender(monkeypatch, "sgd:fused", build=Watching, build_trusted=None)
+    step_on_shapes(tmp_path, "[[3], [5], [3], [3]]", "--contenders", "sgd:fused")
     assert len({tuple(sorted(pointers)) for pointers in seen}) == 1
     pairs = [list(zip(*steps, strict=True)) for steps in itertools.pairwise(seen)]
     moved = [[before != after for before, after in pair] for pair in pairs]
-    # Between two visits of a lane, others may have turned the circle round to where it was.
+    # Between two visits of a lane, the others may have rotated the gradients back.
     assert moved.count([True, False, True, True]) > len(moved) / 2
 
 
@@ -158,27 +159,16 @@ def test_step_with_cold_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_step_on_shapes_and_on_a_model_factory(tmp_path: Path) -> None:
-    shapes = tmp_path / "mine.json"
-    shapes.write_text('{"weight": [4, 3], "bias": [4], "scale": []}')
-    path = tmp_path / "step.json"
-    command = ["step", "--shapes", str(shapes), "--workload", "ngn_bench.models:MLP"]
-    command += ["--contenders", "adamw:fused", "--seconds", "0.05", "--json", str(path)]
-    assert run([*command, "--device", "cpu"]) == 0
-    rows = json.loads(path.read_text())["rows"]
+    shapes = '{"weight": [4, 3], "bias": [4], "scale": []}'
+    rows = step_on_shapes(tmp_path, shapes, "--workload", "ngn_bench.models:MLP")
     assert [(row["workload"], row["tensors"], row["parameters"]) for row in rows] == [
         ("ngn_bench.models:MLP", 6, 89610),
-        ("shapes:mine", 3, 17),
+        ("shapes:resnet20", 3, 17),
     ]
 
 
 def test_rows_of_a_file_and_of_a_model_stay_apart(tmp_path: Path) -> None:
-    shapes = tmp_path / "resnet20.json"
-    shapes.write_text("[[3]]")
-    path = tmp_path / "step.json"
-    command = ["step", "--shapes", str(shapes), "--workload", "resnet20,resnet20"]
-    command += ["--contenders", "adamw:fused", "--seconds", "0.05", "--json", str(path)]
-    assert run([*command, "--device", "cpu"]) == 0
-    rows = json.loads(path.read_text())["rows"]
+    rows = step_on_shapes(tmp_path, "[[3]]", "--workload", "resnet20,resnet20")
     assert [row["workload"] for row in rows] == ["resnet20", "shapes:resnet20"]
 
 
@@ -216,7 +206,7 @@ def test_compiled_adds_the_compiled_form(
             assert any(contender.compiled for contender in chosen) is bool(compiled)
 
 
-def test_each_workload_is_compiled_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_workload_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     monkeypatch.setattr(torch, "compile", lambda step: step)
@@ -324,20 +314,8 @@ def test_a_contender_that_cannot_run_is_listed(
 def test_a_contender_that_fails_while_measured_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(torch.optim.SGD):
-        calls = 0
-
-        def step(self, closure: Any = None) -> Any:
-            Failing.calls += 1
-            if Failing.calls > 8:
-                raise RuntimeError("out of luck")
-            return super().step(closure)
-
-    replace_contender(
-        monkeypatch,
-        "sgd:fused",
-        build=lambda params, lr=0.1: Failing(params, lr=lr, momentum=0.9),
-    )
+    failing = functools.partial(raising_after(8, RuntimeError("out of luck")), momentum=0.9)
+    replace_contender(monkeypatch, "sgd:fused", build=failing)
     rows = rows_by_name(run_step(tmp_path, "--contenders", "sgd:fused"))
     assert "out of luck" in rows["sgd:fused"]["note"]
     assert rows["adamw:fused"]["time"] is not None
@@ -346,20 +324,8 @@ def test_a_contender_that_fails_while_measured_leaves_the_others(
 def test_an_interrupted_run_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Interrupting(torch.optim.SGD):
-        calls = 0
-
-        def step(self, closure: Any = None) -> Any:
-            Interrupting.calls += 1
-            if Interrupting.calls > 40:
-                raise KeyboardInterrupt
-            return super().step(closure)
-
-    replace_contender(
-        monkeypatch,
-        "sgd:fused",
-        build=lambda params, lr=0.1: Interrupting(params, lr=lr, momentum=0.9),
-    )
+    interrupting = functools.partial(raising_after(40, KeyboardInterrupt()), momentum=0.9)
+    replace_contender(monkeypatch, "sgd:fused", build=interrupting)
     record = run_step(
         tmp_path, "--workload", "one:8,one:16", "--contenders", "sgd:fused", status=130
     )
@@ -425,8 +391,8 @@ def test_bad_workloads(
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("3", "holds no list of shapes"),
-        ("[]", "holds no list of shapes"),
+        ("3", "has no list of shapes"),
+        ("[]", "has no list of shapes"),
         ("[[2, -1]]", "entry 0"),
         ("[[2], [1.5]]", "entry 1"),
         ("[[true]]", "entry 0"),
@@ -528,10 +494,8 @@ def test_memory_is_estimated_before_allocating(
 
 
 def test_roofline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, picture = tmp_path / "roofline.json", tmp_path / "roofline.png"
-    command = ["roofline", "--largest", "32k", "--seconds", "0.2", "--json", str(path)]
-    assert run([*command, "--plot", str(picture), "--device", "cpu"]) == 0
-    record = json.loads(path.read_text())
+    picture = tmp_path / "roofline.png"
+    record = record_of(tmp_path, *ROOFLINE, "--plot", str(picture))
     assert [point["bytes"] for point in record["sweep"]] == [32000, 64000, 128000]
     largest = record["sweep"][-1]
     floors = {floor["rule"]: floor for floor in record["floors"]}
@@ -554,21 +518,17 @@ def test_an_interrupted_roofline_keeps_what_was_measured(
         return lanes(elements, *rest)
 
     monkeypatch.setattr(roofline, "bandwidth_lanes", interrupt)
-    path = tmp_path / "roofline.json"
-    command = ["roofline", "--largest", "32k", "--seconds", "0.2", "--json", str(path)]
-    assert run([*command, "--device", "cpu"]) == 130
-    record = json.loads(path.read_text())
+    record = record_of(tmp_path, *ROOFLINE, status=130)
     assert [point["bytes"] for point in record["sweep"]] == [64000, 128000]
     assert record["floors"]
 
 
 def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "info.json"
-    assert run(["info", "--json", str(path), "--device", "cpu"]) == 0
+    record = record_of(tmp_path, "info", "--device", "cpu")
     output = capsys.readouterr().out
     assert torch.__version__ in output
     assert "backend     reference on cpu: ok" in output
-    assert json.loads(path.read_text())["environment"]["backends"]["reference"] == "ok"
+    assert record["environment"]["backends"]["reference"] == "ok"
 
 
 def test_help_names_every_command(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def result(measured: dict[str, Any]) -> dict[str, Any]:
     """A result with one workload and exactly known times."""
-    record: dict[str, Any] = json.loads(json.dumps(measured))
+    record = copy.deepcopy(measured)
     for row, median in zip(record["rows"], (1.0, 2.0), strict=True):
         row["time"].update(median=median, low=0.99 * median, high=1.01 * median, samples=9)
         row["ratio"] = median
@@ -31,11 +31,17 @@ def result(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def slowed(record: dict[str, Any], factor: float) -> dict[str, Any]:
-    changed: dict[str, Any] = json.loads(json.dumps(record))
+    changed = copy.deepcopy(record)
     for name in ("median", "low", "high"):
         changed["rows"][1]["time"][name] *= factor
     changed["rows"][1]["ratio"] *= factor
     return changed
+
+
+def compare(folder: Path, old: dict[str, Any], new: dict[str, Any], *options: str) -> int:
+    """The exit status of `ngn-bench compare` for two records."""
+    files = write(folder / "old.json", old), write(folder / "new.json", new)
+    return run(["compare", *files, *options])
 
 
 @pytest.mark.parametrize("metric", ["time", "ratio"])
@@ -59,17 +65,14 @@ def test_compare(
     word: str,
     metric: str,
 ) -> None:
-    old = write(tmp_path / "old.json", result)
-    new = write(tmp_path / "new.json", slowed(result, factor))
-    assert run(["compare", old, new, "--metric", metric, *options]) == status
+    assert compare(tmp_path, result, slowed(result, factor), "--metric", metric, *options) == status
     assert word in capsys.readouterr().out
 
 
 def test_compare_widens_the_band_with_the_spread(tmp_path: Path, result: dict[str, Any]) -> None:
     noisy = slowed(result, 1.3)
     noisy["rows"][1]["time"].update(low=1.2, high=3.2)
-    old = write(tmp_path / "old.json", result)
-    assert run(["compare", old, write(tmp_path / "new.json", noisy)]) == 0
+    assert compare(tmp_path, result, noisy) == 0
 
 
 def test_compare_adds_the_spread_of_adamw_to_a_ratio(
@@ -77,29 +80,27 @@ def test_compare_adds_the_spread_of_adamw_to_a_ratio(
 ) -> None:
     slower = slowed(result, 1.3)
     slower["rows"][0]["time"].update(low=0.7, high=1.3)
-    command = ["compare", write(tmp_path / "old.json", result), write(tmp_path / "n.json", slower)]
-    assert run(command) == 1
-    assert run([*command, "--metric", "ratio"]) == 0
+    assert compare(tmp_path, result, slower) == 1
+    assert compare(tmp_path, result, slower, "--metric", "ratio") == 0
 
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_what_is_no_longer_timed_is_a_regression(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str], refused: bool
 ) -> None:
-    broken = json.loads(json.dumps(result))
+    broken = copy.deepcopy(result)
     if refused:
         broken["not_run"]["many:3x5"] = {broken["rows"].pop()["label"]: "out of luck"}
     else:
         broken["rows"][1].update(time=None, ratio=None, note="out of luck")
-    old, new = write(tmp_path / "old.json", result), write(tmp_path / "new.json", broken)
-    assert run(["compare", old, new]) == 1
+    assert compare(tmp_path, result, broken) == 1
     assert "no longer timed: many:3x5 · adamw:for-loop" in (output := capsys.readouterr().out)
     assert "out of luck" in output
-    assert run(["compare", new, old]) == 0
+    assert compare(tmp_path, broken, result) == 0
     broken["rows"][-1].update(time=None, note="not measured: interrupted")
     broken["not_run"] = {}
     if not refused:
-        assert run(["compare", old, write(tmp_path / "new.json", broken)]) == 0
+        assert compare(tmp_path, result, broken) == 0
 
 
 def test_training_on_other_batches_is_another_row(
@@ -107,7 +108,7 @@ def test_training_on_other_batches_is_another_row(
 ) -> None:
     files = []
     for batch in (4, 8):
-        record = json.loads(json.dumps({**result, "kind": "train"}))
+        record = copy.deepcopy({**result, "kind": "train"})
         for row in record["rows"]:
             row["description"] = f"batches of {batch} images"
         files.append(write(tmp_path / f"{batch}.json", record))
@@ -118,11 +119,10 @@ def test_training_on_other_batches_is_another_row(
 def test_compare_lists_what_does_not_match(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = json.loads(json.dumps(result))
+    other = copy.deepcopy(result)
     del other["rows"][1]
     other["environment"]["cpu"] = "another"
-    command = ["compare", write(tmp_path / "a.json", result), write(tmp_path / "b.json", other)]
-    assert run(command) == 0
+    assert compare(tmp_path, result, other) == 0
     output = capsys.readouterr().out
     assert "only in the old result: many:3x5 · adamw:for-loop" in output
     assert "→ another" in output
@@ -131,7 +131,7 @@ def test_compare_lists_what_does_not_match(
 
 def with_formats(record: dict[str, Any]) -> dict[str, Any]:
     """A later result of the same preset, which has more rows."""
-    more = json.loads(json.dumps(record))
+    more = copy.deepcopy(record)
     for name, dtype in (
         ("ngnmdv1:cpu/8bit", "float32"),
         ("ngnmdv1:cpu/exact@bfloat16", "bfloat16"),
@@ -145,9 +145,9 @@ def with_formats(record: dict[str, Any]) -> dict[str, Any]:
 def test_compare_with_rows_that_only_one_has(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str], metric: str
 ) -> None:
-    old, new = write(tmp_path / "a.json", result), write(tmp_path / "b.json", with_formats(result))
-    for files, side in (((old, new), "new"), ((new, old), "old")):
-        assert run(["compare", *files, "--metric", metric]) == 0
+    more = with_formats(result)
+    for old, new, side in ((result, more, "new"), (more, result, "old")):
+        assert compare(tmp_path, old, new, "--metric", metric) == 0
         output = capsys.readouterr().out
         for name in ("ngnmdv1:cpu/8bit · float32", "ngnmdv1:cpu/exact@bfloat16 · bfloat16"):
             assert f"only in the {side} result: many:3x5 · {name} · cpu" in output
@@ -158,19 +158,17 @@ def test_a_format_that_no_longer_runs_is_a_regression(
     tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = with_formats(result)
-    fewer = json.loads(json.dumps(more))
+    fewer = copy.deepcopy(more)
     labels = [fewer["rows"].pop()["label"] for _ in range(2)]
     fewer["not_run"]["many:3x5"] = dict.fromkeys(labels, "out of luck")
-    old, new = write(tmp_path / "old.json", more), write(tmp_path / "new.json", fewer)
-    assert run(["compare", old, new]) == 1
+    assert compare(tmp_path, more, fewer) == 1
     output = capsys.readouterr().out
     for name in ("ngnmdv1:cpu/8bit · float32", "ngnmdv1:cpu/exact@bfloat16 · bfloat16"):
         assert f"no longer timed: many:3x5 · {name} · cpu: out of luck" in output
-    # A run in another dtype says nothing of these rows, but for the one that has its own.
+    # A run in another dtype does not measure these rows, but for the one with a dtype of its own.
     for row in fewer["rows"]:
         row["dtype"] = "bfloat16"
-    other = write(tmp_path / "other.json", fewer)
-    assert run(["compare", old, other]) == 1
+    assert compare(tmp_path, more, fewer) == 1
     output = capsys.readouterr().out
     assert "no longer timed: many:3x5 · ngnmdv1:cpu/exact@bfloat16" in output
     assert "only in the old result: many:3x5 · ngnmdv1:cpu/8bit" in output
@@ -193,7 +191,7 @@ def test_compare_bad_files(
     damaged = write(tmp_path / "damaged.json", {**result, "rows": [{"workload": "x"}]})
     assert "damaged" in failure(capsys, "compare", good, damaged)
     for missing in ("environment", "packages", "label"):
-        holed = json.loads(json.dumps(result))
+        holed = copy.deepcopy(result)
         for holder in (holed, holed["environment"], holed["rows"][0]):
             holder.pop(missing, None)
         assert "damaged" in failure(capsys, "compare", good, write(tmp_path / "holed.json", holed))
@@ -204,9 +202,9 @@ def on_ranks(result: dict[str, Any]) -> dict[str, Any]:
     times = {"low": 1e-3, "median": 2e-3, "high": 3e-3, "fastest": 1e-3, "samples": 9}
     row = {"ranks": 2, "layout": "fsdp2", "optimizer": "NGN-MDv1", "time": times, "outside": times}
     row |= {"collectives": 1, "bytes": 64, "ratio": 0.25, "outside_ratio": 1.5, "same_bits": True}
-    told = {"rows": [row], "tensors": 3, "side": 4, "threads": 1}
+    sizes = {"rows": [row], "tensors": 3, "side": 4, "threads": 1}
     command = ["ngn-bench", "ranks", "--ranks", "2"]
-    return {**result, "kind": "ranks", "command": command, **told}
+    return {**result, "kind": "ranks", "command": command, **sizes}
 
 
 def test_readme_is_generated_and_checked(
@@ -214,7 +212,7 @@ def test_readme_is_generated_and_checked(
 ) -> None:
     result["not_run"]["many:3x5"] = {"Momo · momo-opt": "out of luck"}
     rule = {"contender": "ngnm:cpu", "label": "NGN-M · cpu", "ratio": 0.5}
-    result["rows"].append(json.loads(json.dumps(result["rows"][1])) | rule)
+    result["rows"].append(copy.deepcopy(result["rows"][1]) | rule)
     text, source = tmp_path / "README.md", write(tmp_path / "reference.json", result)
     text.write_text(f"# Title\n\n{readme.marked('bench', 'old')}\n\nafter\n")
     picture = tmp_path / "images" / "step.png"

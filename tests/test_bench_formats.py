@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import failure, replace_contender, rows_by_name, run, run_step
-from ngn_bench import cli
+from bench_runs import (
+    CPU,
+    ROOFLINE,
+    failure,
+    overflowing_after,
+    record_of,
+    replace_contender,
+    rows_by_name,
+    run_step,
+)
 from ngn_bench.commands.step import CPU_TABLE
 from ngn_bench.contenders import traffic
 from ngn_bench.contenders.check import check
@@ -20,7 +27,6 @@ from ngn_bench.timing import step
 from ngn_bench.timing.workloads import find_workload
 
 BASE = CONTENDERS["ngnmdv1:reference"]
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_bytes(state: str, rounding: str, dtype: torch.dtype, moved: float, kept: float) -> None:
-    """As counted by hand, and as an optimizer really holds them."""
+    """As counted by hand, and as allocated by an optimizer."""
     contender = stored_as(BASE, state, rounding)
     assert contender.passes.floor_bytes(dtype) == moved
     assert contender.passes.state_bytes(dtype) == kept
@@ -43,8 +49,8 @@ def test_bytes(state: str, rounding: str, dtype: torch.dtype, moved: float, kept
     param.grad = torch.ones_like(param)
     optimizer = contender.build([param])
     contender.step_function(optimizer)(torch.ones(()))
-    held = [value for key, value in optimizer.state[param].items() if key != "step"]
-    assert sum(value.nbytes for value in held) == 6400 * kept
+    state = [value for key, value in optimizer.state[param].items() if key != "step"]
+    assert sum(value.nbytes for value in state) == 6400 * kept
 
 
 @pytest.mark.parametrize("state", ["bfloat16", "8bit", "8bit+bfloat16"])
@@ -73,18 +79,8 @@ def test_names() -> None:
 
 
 def test_a_row_for_each_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "formats.json"
-    words = [
-        "step",
-        "--workload",
-        "one:8K",
-        "--contenders",
-        "ngnmdv1:reference",
-        "--seconds",
-        "0.5",
-    ]
-    assert cli.main([*words, "--state", "float32,8bit", "--json", str(out)]) == 0
-    rows = {row["contender"]: row for row in json.loads(out.read_text())["rows"]}
+    words = ["--workload", "one:8K", "--contenders", "ngnmdv1:reference", "--seconds", "0.5"]
+    rows = rows_by_name(run_step(tmp_path, *words, "--state", "float32,8bit"))
     assert set(rows) == {"adamw:fused", "ngnmdv1:reference", "ngnmdv1:reference/8bit"}
     narrow, wide = rows["ngnmdv1:reference/8bit"], rows["ngnmdv1:reference"]
     assert narrow["verdict"]["ok"] and narrow["state_bytes"] < 0.28 * wide["state_bytes"]
@@ -135,7 +131,7 @@ def test_formats_that_cannot_be_measured(
     assert message in failure(capsys, "step", *words, "--device", "cpu")
 
 
-def test_bfloat16_parameters_beside_float32_ones(
+def test_bfloat16_parameters_among_float32_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "ngnmdv1:reference/bfloat16/exact@bfloat16"
@@ -153,25 +149,16 @@ def test_bfloat16_parameters_beside_float32_ones(
     assert "NGN-MDv1 · reference · bfloat16 · exact · on bfloat16" in output
 
 
-def test_parameters_of_one_type_do_not_spoil_the_other(
+def test_parameters_of_one_type_leave_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Timed steps may leave non-finite numbers in the parameters that a contender was given."""
-
-    class Late(torch.optim.SGD):
-        steps = 0
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            Late.steps += 1
-            for p in self.param_groups[0]["params"]:
-                with torch.no_grad():
-                    p.fill_(float("inf") if Late.steps > 8 else 0.0)
-
-    replace_contender(monkeypatch, "adamw:foreach", build=Late, build_truth=None)
+    late = overflowing_after(8)
+    replace_contender(monkeypatch, "adamw:foreach", build=late, build_trusted=None)
     chosen = "adamw:foreach@bfloat16,adamw:for-loop@bfloat16,adamw:for-loop"
     rows = rows_by_name(run_step(tmp_path, "--contenders", chosen))
-    spoilt = {name for name, row in rows.items() if row["time"] is None}
-    assert spoilt == {"adamw:foreach@bfloat16", "adamw:for-loop@bfloat16"}
+    invalid = {name for name, row in rows.items() if row["time"] is None}
+    assert invalid == {"adamw:foreach@bfloat16", "adamw:for-loop@bfloat16"}
 
 
 def test_memory_counts_the_parameters_of_each_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +177,7 @@ def test_memory_counts_the_parameters_of_each_type(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_table_has_every_rule_and_format() -> None:
-    """What issue 17 asks to be printed by one command, on every workload."""
+    """`--preset cpu-table` times these on every workload."""
     wanted = {"ngn:cpu", "ngnmdv1:cpu/bfloat16/exact@bfloat16", BASELINE}
     for rule in ("ngnmdv1", "ngnmdv2"):
         wanted |= {f"{rule}:cpu{form}" for form in ("", "/bfloat16", "/8bit+bfloat16", "/8bit")}
@@ -213,15 +200,8 @@ def test_small_tensors_move_what_their_wide_state_does(tmp_path: Path) -> None:
     exact = stored_as(BASE, "8bit", "exact").passes
     # Reduce g and v; apply g, v and m twice, and x with its remainder twice.
     assert exact.mean_floor_bytes(torch.bfloat16, [1]) == 2 + 4 + 2 + 8 + 8 + 8
-    record = run_step(
-        tmp_path,
-        "--workload",
-        "many:3x5,one:8K",
-        "--state",
-        "8bit",
-        "--contenders",
-        "ngnmdv1:reference",
-    )
+    words = ["--workload", "many:3x5,one:8K", "--state", "8bit"]
+    record = run_step(tmp_path, *words, "--contenders", "ngnmdv1:reference")
     floors = {
         row["workload"]: row["bytes_floor"]
         for row in record["rows"]
@@ -236,11 +216,8 @@ def test_floors_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert rules["NGN-MDv1"] == traffic.PASSES["NGN-MDv1"]
     assert rules["NGN-MDv1 · 8bit+bfloat16"].floor_bytes(torch.float32) == 24.125
     assert rules["AdamW"] == traffic.PASSES["AdamW"]
-    path = tmp_path / "roofline.json"
-    command = ["roofline", "--largest", "32k", "--seconds", "0.2", "--json", str(path)]
-    assert run([*command, "--state", "8bit", "--device", "cpu"]) == 0
-    found = {floor["rule"]: floor for floor in json.loads(path.read_text())["floors"]}
+    found = {f["rule"]: f for f in record_of(tmp_path, *ROOFLINE, "--state", "8bit")["floors"]}
     assert found["NGN-MDv1 · 8bit"]["bytes_per_parameter"] == 21.3125
     assert "NGN-MDv1" not in found
     assert "NGN-MDv1 · 8bit" in capsys.readouterr().out
-    assert "unknown state" in failure(capsys, *command[:-2], "--state", "4bit", "--device", "cpu")
+    assert "unknown state" in failure(capsys, *ROOFLINE, "--state", "4bit")

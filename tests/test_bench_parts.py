@@ -37,7 +37,7 @@ def test_every_folder_of_the_package_is_installed() -> None:
 
 
 class CountingClock:
-    """A clock without time: each run takes what its lane says."""
+    """A clock without time: each run takes the time of its lane."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds = seconds
@@ -109,7 +109,7 @@ def test_peak_extra_memory_counts_temporaries() -> None:
 
 @EVERY
 def test_traffic_of_the_rules(algorithm: Algorithm) -> None:
-    """Rules, floors and what a run of the compiled kernels is held to are the same columns."""
+    """Rules, floors and the traffic that tests expect of the compiled kernels are the same columns."""
     rule = RULES[algorithm.rule_name]
     read = rule.reduce_reads, rule.apply_reads, rule.apply_writes
     assert tuple(map(sorted, read)) == tuple(map(sorted, algorithm.traffic))
@@ -142,8 +142,8 @@ def test_state_is_as_large_as_the_model_of_it(name: str, dtype: torch.dtype) -> 
     param.grad = torch.ones_like(param)
     optimizer = contender.build([param])
     contender.step_function(optimizer)(torch.ones(()))
-    held = [v for v in optimizer.state[param].values() if getattr(v, "shape", None) == param.shape]
-    assert sum(value.nbytes for value in held) == 1000 * contender.passes.state_bytes(dtype)
+    state = [v for v in optimizer.state[param].values() if getattr(v, "shape", None) == param.shape]
+    assert sum(value.nbytes for value in state) == 1000 * contender.passes.state_bytes(dtype)
 
 
 def test_half_precision_floors() -> None:

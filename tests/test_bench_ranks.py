@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import failure, run
+from bench_runs import failure, record_of, run
 from ngn_bench.pages import readme
 from ngn_bench.timing import projection, ranks
 
 TINY = ["--tensors", "3", "--seconds", "0.05"]
 
 
-def rows_of(path: Path) -> dict[tuple[int, str, str], dict[str, Any]]:
-    rows = json.loads(path.read_text())["rows"]
-    return {(row["ranks"], row["layout"], row["optimizer"]): row for row in rows}
-
-
 def test_processes_are_started_and_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "ranks.json"
-    assert run(["ranks", "--ranks", "1,2", *TINY, "--json", str(path)]) == 0
-    rows = rows_of(path)
+    record = record_of(tmp_path, "ranks", "--ranks", "1,2", *TINY)
+    rows = {(row["ranks"], row["layout"], row["optimizer"]): row for row in record["rows"]}
     assert [key[:2] for key in rows if key[2] == "NGN-MDv1"] == [
         *((1, "alone"), (2, "alone"), (2, "ddp"), (2, "fsdp2"))
     ]
     for (number, layout, optimizer), row in rows.items():
         time, outside = row["time"], row["outside"]
-        talks = optimizer == "NGN-MDv1" and layout != "alone"
-        assert (row["collectives"], row["bytes"]) == ((1, 64) if talks else (0, 0))
+        sends = optimizer == "NGN-MDv1" and layout != "alone"
+        assert (row["collectives"], row["bytes"]) == ((1, 64) if sends else (0, 0))
         assert time["samples"] >= ranks.MIN_ROUNDS
         assert 0 < outside["fastest"] <= outside["median"]
-        assert (outside["median"] < time["median"]) if talks else (outside == time)
+        assert (outside["median"] < time["median"]) if sends else (outside == time)
         baseline = rows[number, layout, "AdamW · fused"]["time"]["median"]
         assert row["ratio"] == pytest.approx(time["median"] / baseline)
         alone = rows[number, "alone", optimizer]["outside"]["median"]
@@ -62,13 +55,13 @@ def test_ranks_that_differ_give_status_1(
     ]
     monkeypatch.setattr(ranks, "run_ranks", lambda settings, progress: ranks.with_ratios(rows))
     assert run(["ranks", "--ranks", "2", *TINY]) == 1
-    said = capsys.readouterr()
-    assert "ranks differ" in said.err
-    (line,) = [line for line in said.out.splitlines() if "DDP" in line and "NGN-MDv1" in line]
+    captured = capsys.readouterr()
+    assert "ranks differ" in captured.err
+    (line,) = [line for line in captured.out.splitlines() if "DDP" in line and "NGN-MDv1" in line]
     assert line.split()[-7:] == ["64", "B", "in", "1", "0.50×", "3.00×", "NO"]
 
 
-def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_fails_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """Here an optimizer without parameters."""
     settings = ranks.RanksSettings((1,), tensors=-1, seconds=0.01)
     with pytest.raises(ranks.BenchError, match=r"with 1 process: (?s:.*)empty parameter list"):
@@ -76,16 +69,16 @@ def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--plot", "ranks.png"], "add --project"),
         (["--project", "--ranks", "2"], "leave out the options of a measurement"),
     ],
 )
 def test_options_that_do_not_go_together(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in failure(capsys, "ranks", *arguments)
+    assert message in failure(capsys, "ranks", *arguments)
 
 
 @pytest.mark.parametrize("numbers", ["0", "two", "1,65", ""])
@@ -97,9 +90,9 @@ def test_bad_numbers_of_ranks(numbers: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_projection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, picture = tmp_path / "projection.json", tmp_path / "projection.png"
-    assert run(["ranks", "--project", "--json", str(path), "--plot", str(picture)]) == 0
-    rows = {row["gpus"]: row for row in json.loads(path.read_text())["projection"]}
+    picture = tmp_path / "projection.png"
+    record = record_of(tmp_path, "ranks", "--project", "--plot", str(picture))
+    rows = {row["gpus"]: row for row in record["projection"]}
     assert list(rows) == [8 * 2**k for k in range(12)]
     # 7 hops of 0.6 µs on NVLink and 6.6 µs to begin with; 512 bytes at 87.7 GB/s.
     assert rows[8]["gather"] == pytest.approx(6.6e-6 + 7 * 0.6e-6 + 512 / 87.7e9)

@@ -1,5 +1,4 @@
-"""Other people's optimizers as contenders: what is said where they are missing, and what is asked of
-them where they are there. The packages here are small ones in their place."""
+"""Other libraries' optimizers as contenders, missing and installed; the packages here are stand-ins."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def test_rivals_have_a_group_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("package", RIVALS.values())
-def test_what_is_missing_is_said(
+def test_a_missing_package_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -110,7 +109,7 @@ def test_the_list_has_every_contender(capsys: pytest.CaptureFixture[str]) -> Non
     assert "reference" in row and " 36 " in row
 
 
-def test_state_made_of_other_tensors_holds_what_they_do() -> None:
+def test_state_made_of_other_tensors_counts_their_bytes() -> None:
     """As torchao's, which has the shape and type of the numbers that it stands for."""
     param = torch.ones(100, requires_grad=True)
     param.grad = torch.ones_like(param)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import CPU, failure, replace_contender, rows_by_name, run
+from bench_runs import CPU, failure, record_of, replace_contender, rows_by_name
 from ngn_bench.contenders.registry import CONTENDERS
+from ngn_bench.timing import train
 
 
 @pytest.mark.parametrize("clip", [None, "1.0"])
 def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], clip: str | None) -> None:
     text = tmp_path / "text.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 40)
-    path, picture = tmp_path / "train.json", tmp_path / "train.png"
+    picture = tmp_path / "train.png"
     command = ["train", "--model", "small-transformer", "--text", str(text), "--batch", "2"]
     command += ["--context", "8", "--optimizers", "ngnmdv1,ngnmdv1:plain", "--seconds", "0.3"]
-    command += ["--json", str(path), "--plot", str(picture), "--device", "cpu"]
-    assert run(command + ([] if clip is None else ["--clip", clip])) == 0
-    record = json.loads(path.read_text())
+    command += ["--device", "cpu", "--plot", str(picture), *(["--clip", clip] if clip else [])]
+    record = record_of(tmp_path, *command)
     assert record["kind"] == "train"
     assert record["rows"][0]["contender"] == "adamw:fused"
     assert len(record["rows"]) == 3
@@ -36,12 +35,10 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], clip: str | N
     assert "time/update" in output
 
 
-def train(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, dict[str, Any]]:
+def train_mlp(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, dict[str, Any]]:
     """Rows of a run on a small MLP, by contender."""
-    path = tmp_path / "train.json"
     command = ["train", "--model", "mlp", "--batch", "4", "--seconds", "0.1", "--device", "cpu"]
-    assert run([*command, *arguments, "--json", str(path)]) == status
-    return rows_by_name(json.loads(path.read_text()))
+    return rows_by_name(record_of(tmp_path, *command, *arguments, status=status))
 
 
 def test_train_compiles_what_is_called_compiled(
@@ -57,7 +54,7 @@ def test_train_compiles_what_is_called_compiled(
         return compiled
 
     monkeypatch.setattr(torch, "compile", compile_)
-    rows = train(tmp_path, "--optimizers", "adamw:compiled")
+    rows = train_mlp(tmp_path, "--optimizers", "adamw:compiled")
     assert len(steps) > rows["adamw:compiled"]["time"]["samples"]
 
 
@@ -68,7 +65,7 @@ def test_train_shows_no_time_of_a_wrong_answer(
     replace_contender(
         monkeypatch, "sgd:fused", build=lambda params, lr=0.1: fused(params, lr=0.9 * lr)
     )
-    rows = train(tmp_path, "--optimizers", "sgd:fused", status=1)
+    rows = train_mlp(tmp_path, "--optimizers", "sgd:fused", status=1)
     assert rows["sgd:fused"]["time"] is None
     assert "not timed: differs from for-loop" in rows["sgd:fused"]["note"]
     assert rows["adamw:fused"]["verdict"]["ok"] is True
@@ -81,9 +78,7 @@ def test_train_shows_no_time_of_a_wrong_answer(
 def test_a_loop_that_stops_in_its_first_block_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    from ngn_bench.timing import train as module
-
-    iterate, calls = module.Loop.iterate, []
+    iterate, calls = train.Loop.iterate, []
 
     def fail(loop: Any) -> None:
         if "momentum" in loop.optimizer.defaults:
@@ -92,16 +87,16 @@ def test_a_loop_that_stops_in_its_first_block_leaves_the_others(
                 raise error
         iterate(loop)
 
-    monkeypatch.setattr(module.Loop, "iterate", fail)
+    monkeypatch.setattr(train.Loop, "iterate", fail)
     interrupted = isinstance(error, KeyboardInterrupt)
-    rows = train(tmp_path, "--optimizers", "sgd:fused", status=130 if interrupted else 0)
+    rows = train_mlp(tmp_path, "--optimizers", "sgd:fused", status=130 if interrupted else 0)
     assert rows["adamw:fused"]["time"] is not None
     assert rows["sgd:fused"]["ratio"] is None
     if not interrupted:
         assert "out of luck" in rows["sgd:fused"]["note"]
 
 
-def test_all_tasks_are_looked_at_before_the_first_is_trained(
+def test_all_tasks_are_checked_before_the_first_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ngn_bench.timing.train.make_task", lambda *_: pytest.fail("too early"))
@@ -116,41 +111,32 @@ def test_all_tasks_are_looked_at_before_the_first_is_trained(
 
 
 def test_training_memory_counts_optimizers_and_activations() -> None:
-    from ngn_bench.timing import train as module
-
-    settings = module.TrainSettings(CPU, 1.0)
+    settings = train.TrainSettings(CPU, 1.0)
     both = [CONTENDERS["adamw:fused"], CONTENDERS["sgd:fused"]]
-    plan = module.plan_task("mlp", both, settings)
-    fixed, per_sample = module._memory_needed(plan, both)
+    plan = train.plan_task("mlp", both, settings)
+    fixed, per_sample = train._memory_needed(plan, both)
     assert fixed == 89_610 * (4 + 16 + 12)
     pixels, hidden, logits = 784, 2 * 100, 10
     assert per_sample == pytest.approx(4 * (64 * pixels + pixels + hidden + 3 * logits), rel=0.02)
-    plan = module.plan_task("resnet20", both, settings)
-    assert module._memory_needed(plan, both)[1] > 1e6
+    plan = train.plan_task("resnet20", both, settings)
+    assert train._memory_needed(plan, both)[1] > 1e6
 
 
 def test_a_batch_that_was_left_open_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngn_bench.timing import train as module
-
     adamw = [CONTENDERS["adamw:fused"]]
-    settings = module.TrainSettings(CPU, 1.0)
-    fixed, per_sample = module._memory_needed(module.plan_task("mlp", adamw, settings), adamw)
-    monkeypatch.setattr(module, "memory_free", lambda device: fixed + 10 * per_sample + 1)
-    assert module.plan_task("mlp", adamw, settings).batch == 10
+    settings = train.TrainSettings(CPU, 1.0)
+    fixed, per_sample = train._memory_needed(train.plan_task("mlp", adamw, settings), adamw)
+    monkeypatch.setattr(train, "memory_free", lambda device: fixed + 10 * per_sample + 1)
+    assert train.plan_task("mlp", adamw, settings).batch == 10
 
 
 def test_train_on_images(tmp_path: Path) -> None:
-    path = tmp_path / "train.json"
-    command = ["train", "--model", "mlp", "--batch", "4", "--seconds", "0.1", "--json", str(path)]
-    assert run([*command, "--device", "cpu"]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["workload"] for row in rows] == ["mlp", "mlp"]
-    assert rows[0]["parameters"] == 89610
+    rows = train_mlp(tmp_path)
+    assert [row["workload"] for row in rows.values()] == ["mlp", "mlp"]
+    assert rows["adamw:fused"]["parameters"] == 89610
 
 
 def test_train_sizes_the_batch_to_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngn_bench.timing import train
-
     settings = train.TrainSettings(CPU, 1.0)
     monkeypatch.setattr(train, "_matmul_speed", lambda settings: 1e11)
     assert train._fit_machine("transformer++-70m", settings) == (1, 256)

@@ -63,9 +63,7 @@ def test_sizes(algorithm: Algorithm, backend: str, dtype: torch.dtype, extent: E
             for key in {"momentum_buffer", "exp_avg_sq"} & set(state):
                 state[key], buffer = guarded(state[key])
                 buffers.append(buffer)
-        pair.sync()
-        pair.step(1.5)
-        pair.check_step()
+        pair.checked_step(1.5)
     for buffer in buffers:
         assert buffer[:GUARD].isnan().all() and buffer[-GUARD:].isnan().all()
 
@@ -88,9 +86,7 @@ def test_steps_from_identical_state(
     pair = Pair(algorithm, algorithm.build(columns, backend=backend, **options), **options)
     for k in range(extent.steps_from_sync):
         random_gradients(params_of(pair.optimizer), seed=k, norm=3.0 / (k + 1))
-        pair.sync()
-        pair.step(0.7 + k)
-        pair.check_step()
+        pair.checked_step(0.7 + k)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for p in params_of(pair.optimizer):
         for key in {"momentum_buffer", "exp_avg_sq"} & set(pair.optimizer.state[p]):
@@ -110,9 +106,7 @@ def test_gradients_of_another_dtype(
         )
         for k in range(2):
             random_gradients(params_of(pair.optimizer), seed=k, dtype=grad_dtype)
-            pair.sync()
-            pair.step(2.0)
-            pair.check_step()
+            pair.checked_step(2.0)
 
 
 @pytest.mark.essential
@@ -134,9 +128,7 @@ def test_dtypes_side_by_side(algorithm: Algorithm, backend: str) -> None:
     pair = Pair(algorithm, algorithm.build(columns, backend=backend))
     for k in range(2):
         random_gradients(params_of(pair.optimizer), seed=k)
-        pair.sync()
-        pair.step(0.9)
-        pair.check_step()
+        pair.checked_step(0.9)
 
 
 @pytest.mark.essential
@@ -154,9 +146,7 @@ def test_amp_scale(
         grads = [p.grad.clone() for p in params_of(optimizer) if p.grad is not None]
         optimizer.grad_scale = torch.tensor(1024.0)
         optimizer.found_inf = torch.tensor(0.0)
-        pair.sync()
-        pair.step(1.1, grad_scale=1024.0)
-        pair.check_step()
+        pair.checked_step(1.1, grad_scale=1024.0)
         for p, grad in zip(params_of(optimizer), grads, strict=True):
             assert torch.equal(p.grad, grad), "the step must leave gradients as they are"
 
@@ -171,9 +161,7 @@ def test_limits_of_the_loss(
     pair = Pair(algorithm, algorithm.build(random_columns([[(9,)], [(4, 4)]]), backend=backend))
     for k in range(2):
         random_gradients(params_of(pair.optimizer), seed=k, norm=gradient)
-        pair.sync()
-        pair.step(loss)
-        pair.check_step()
+        pair.checked_step(loss)
 
 
 def test_zero_lr_moves_only_by_momentum(algorithm: Algorithm, backend: str) -> None:
@@ -181,9 +169,7 @@ def test_zero_lr_moves_only_by_momentum(algorithm: Algorithm, backend: str) -> N
     for k, lr in enumerate((0.3, 0.0, 0.0)):
         pair.optimizer.param_groups[0]["lr"] = lr
         random_gradients(params_of(pair.optimizer), seed=k)
-        pair.sync()
-        pair.step(0.4)
-        pair.check_step()
+        pair.checked_step(0.4)
 
 
 def test_a_parameter_without_gradient_stands_still(algorithm: Algorithm, backend: str) -> None:

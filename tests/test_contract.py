@@ -44,9 +44,7 @@ def test_add_param_group_after_steps(algorithm: Algorithm, backend: str) -> None
     )
     for k in range(2):
         random_gradients(first + second, seed=k + 1)
-        pair.sync()
-        pair.step(0.7)
-        pair.check_step()
+        pair.checked_step(0.7)
     if algorithm.rms:
         assert [int(pair.optimizer.state[p]["step"]) for p in (first[0], second[0])] == [3, 2]
 
@@ -104,9 +102,7 @@ def test_momentum_switched_on_later_starts_at_zero(algorithm: Algorithm, backend
         else:
             group["betas"] = (beta, group["betas"][1])
         random_gradients(params_of(pair.optimizer), seed=k)
-        pair.sync()
-        pair.step(0.5)
-        pair.check_step()
+        pair.checked_step(0.5)
         keys = {key for p in params_of(pair.optimizer) for key in pair.optimizer.state[p]}
         assert ("momentum_buffer" in keys) == (k >= 2)
 

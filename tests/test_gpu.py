@@ -59,9 +59,7 @@ def test_a_large_tensor(algorithm: Algorithm) -> None:
     pair = Pair(algorithm, algorithm.simple([p], backend="triton"))
     for k in range(2):
         gradients(pair.optimizer, seed=k)
-        pair.sync()
-        pair.step(1.0)
-        pair.check_step()
+        pair.checked_step(1.0)
 
 
 @EVERY
@@ -223,6 +221,4 @@ def test_two_devices(algorithm: Algorithm) -> None:
     pair = Pair(algorithm, optimizer, max_grad_norm=1.0)
     for k in range(2):
         gradients(optimizer, seed=k)
-        pair.sync()
-        pair.step(1.0)
-        pair.check_step()
+        pair.checked_step(1.0)

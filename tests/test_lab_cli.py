@@ -13,12 +13,17 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from ngn_bench.cli import main
-from ngn_bench.commands.runs import seeds, selected, step_sizes
+from ngn_bench.commands.lab import seeds, selected, step_sizes
 from ngn_bench.errors import BenchError
+from ngn_bench.lab import optimizers, toys
 
 from ngn_kernels.formats import ROUNDINGS
 
 TINY = ["--scale", "steps=0.05,model=0.2", "--processes", "1"]
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs.jsonl").open()]
 
 
 def test_sweep_prints_tables_and_writes_pictures(
@@ -30,7 +35,7 @@ def test_sweep_prints_tables_and_writes_pictures(
     printed = capsys.readouterr().out
     assert "good range" in printed
     assert "NGN-M" in printed
-    runs = [json.loads(line) for line in (out / "runs.jsonl").open()]
+    runs = recorded(out)
     assert len(runs) == 2 * 3 * 2
     for name in ("resilience", "curves", "step-sizes", "updates"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -57,7 +62,7 @@ def test_a_known_loss_floor_reaches_the_optimizers(
     command = ["sweep", "--task", "digits-smoothed", "--lr", "100", "--seeds", "1", *TINY]
     assert main([*command, "--loss-floor", "known", "--out", str(tmp_path)]) == 0
     assert main([*command, "--optimizers", "momo,sgdm", "--out", str(tmp_path)]) == 0
-    runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").open()]
+    runs = recorded(tmp_path)
     names = [run["spec"]["optimizer"] for run in runs]
     assert names == ["ngn-m", "momo", "ngn-mdv1", "momo-adam", "momo", "sgdm"]
     floors = [run["spec"]["options"].get("loss_floor") for run in runs]
@@ -68,10 +73,6 @@ def test_a_known_loss_floor_reaches_the_optimizers(
 
 WIDE = ["--scale", "steps=0.02", "--processes", "1", "--seeds", "1"]
 """Layers with enough elements to be stored in another format."""
-
-
-def recorded(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs.jsonl").open()]
 
 
 def test_formats_of_the_state_reach_the_optimizers_and_never_mix(tmp_path: Path) -> None:
@@ -96,12 +97,12 @@ def test_roundings_of_bfloat16_parameters(tmp_path: Path) -> None:
     for words in (["mixed"], *(["bfloat16", "--rounding", name] for name in ROUNDINGS)):
         assert main([*command, "--dtype", *words]) == 0
     runs = recorded(tmp_path)
-    told = [
+    stored = [
         (run["spec"]["options"].get("dtype"), run["spec"]["options"].get("rounding"))
         for run in runs
     ]
     rounded = [("bfloat16", None), ("bfloat16", "stochastic"), ("bfloat16", "exact")]
-    assert told == [("mixed", None), *rounded]
+    assert stored == [("mixed", None), *rounded]
     loss = [run["curve"][-1]["loss"] for run in runs]
     first = runs[0]["telemetry"]["loss"][0]
     assert loss[3] == pytest.approx(loss[0], abs=2e-3)
@@ -143,7 +144,7 @@ def test_an_edited_task_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     def runs_after(code: str) -> list[int]:
         path.write_text(code)
         assert main(command) == 0
-        return [json.loads(line)["steps"] for line in (out / "runs.jsonl").open()]
+        return [run["steps"] for run in recorded(out)]
 
     assert runs_after(OWN.replace("EPOCHS", "1")) == [2]
     assert runs_after(OWN.replace("EPOCHS", "1")) == [2]
@@ -163,8 +164,6 @@ def test_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_toy_has_its_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ngn_bench.lab import toys
-
     tiny: dict[str, dict[str, Any]] = {name: {"iterations": 20} for name in toys.TOYS}
     tiny["quadratic"] = {"lengths": (20,)}
     for name, options in tiny.items():
@@ -215,7 +214,7 @@ def test_bad_input_is_a_message_and_not_a_traceback(
     assert message in capsys.readouterr().err
 
 
-def test_ablate_needs_to_know_what(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ablate_requires_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["ablate"])
     assert "--betas" in capsys.readouterr().err
@@ -232,8 +231,6 @@ def test_step_sizes_and_seeds() -> None:
 
 
 def test_what_is_not_installed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngn_bench.lab import optimizers
-
     monkeypatch.setattr(optimizers.Entry, "installed", lambda entry: entry.module is None)
     names, missing = selected("ngn-m,momo,lion")
     assert names == ["ngn-m"]

@@ -43,19 +43,18 @@ def test_mnist(tmp_path: Path, packed: bool) -> None:
     assert train.labels.tolist() == [k % 10 for k in range(40)]
 
 
-def test_a_damaged_mnist_file_is_named(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
-    path.write_bytes(gzip.compress(idx(np.zeros((3, 28, 28), np.uint8))[:-5]))
-    with pytest.raises(BenchError, match=r"train-images-idx3-ubyte\.gz is not an IDX file"):
-        data.mnist(tmp_path)
+DAMAGED = gzip.compress(idx(np.zeros((3, 28, 28), np.uint8))[:-5])
 
 
-def test_a_cut_packed_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(DAMAGED, "is not an IDX file"), (DAMAGED[:-20], "cannot be unpacked")],
+    ids=["damaged", "cut"],
+)
+def test_a_faulty_mnist_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     write_mnist(tmp_path)
-    path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(BenchError, match=r"train-images-idx3-ubyte\.gz cannot be unpacked"):
+    (tmp_path / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(content)
+    with pytest.raises(BenchError, match=rf"train-images-idx3-ubyte\.gz {message}"):
         data.mnist(tmp_path)
 
 
@@ -66,7 +65,7 @@ def test_a_missing_token_file_names_the_option(tmp_path: Path) -> None:
     assert "--data-dir" not in str(caught.value)
 
 
-def test_a_missing_file_says_which_and_where_from(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_its_source(tmp_path: Path) -> None:
     with pytest.raises(BenchError) as caught:
         data.mnist(tmp_path / "nowhere")
     message = str(caught.value)
@@ -88,7 +87,7 @@ READERS = [
 
 
 @pytest.mark.parametrize(("read", "name", "source"), READERS)
-def test_every_reader_says_what_is_missing(read, name: str, source: str, tmp_path: Path) -> None:
+def test_every_reader_names_what_is_missing(read, name: str, source: str, tmp_path: Path) -> None:
     with pytest.raises(BenchError) as caught:
         read(tmp_path)
     assert name in str(caught.value)

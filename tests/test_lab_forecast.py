@@ -87,7 +87,7 @@ def test_a_run_that_diverged_does_not_speed_up_the_others() -> None:
     assert forecast.left() == 32
 
 
-def test_other_betas_are_another_story() -> None:
+def test_other_betas_do_not_share_a_forecast() -> None:
     forecast = Forecast([spec(), spec(betas=(0.6, 0.95))], {"ngn-m": 10.0}, 1, Clock())
     forecast.finish(spec(), ended(1.0, "diverged"))
     assert forecast.expected(spec(betas=(0.6, 0.95))) == 10
@@ -149,18 +149,18 @@ def test_a_sweep_says_how_long_it_will_take(
 def test_a_long_sweep_comes_with_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecasts.os, "cpu_count", lambda: 8)
 
-    def said(one: RunSpec, seconds: float, processes: int = 2) -> str:
+    def text(one: RunSpec, seconds: float, processes: int = 2) -> str:
         return announcement(Forecast([one] * 1, {"ngn-m": seconds}, processes, Clock()), one, 1)
 
     full = RunSpec("mnist-mlp", "ngn-m", 1.0, 0)
-    assert said(full, 500) == "1 run, about 8 min on 2 cores"
-    assert said(full, 7800) == (
+    assert text(full, 500) == "1 run, about 8 min on 2 cores"
+    assert text(full, 7800) == (
         "1 run, about 2 h 10 min on 2 cores; with --scale steps=0.05 about 6 min"
     )
     cut = RunSpec("mnist-mlp", "ngn-m", 1.0, 0, "steps=0.5,model=0.5,batch=1,context=1")
-    assert said(cut, 3600).endswith("; with --scale steps=0.05,model=0.5 about 6 min")
+    assert text(cut, 3600).endswith("; with --scale steps=0.05,model=0.5 about 6 min")
     counted = RunSpec("mnist-mlp", "ngn-m", 1.0, 0, options=(("steps", "4000"),))
-    assert said(counted, 3600).endswith("; with --steps 400 about 6 min")
+    assert text(counted, 3600).endswith("; with --steps 400 about 6 min")
 
 
 def test_times_for_people() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -98,33 +99,37 @@ def test_the_two_forms_of_sgdm_differ_in_the_first_buffer() -> None:
     torch.testing.assert_close(after["sgdm-zero"], torch.full((3,), 0.001).double())
 
 
-@pytest.mark.parametrize("lr", [1e-4, 10.0])
-def test_alr_smag_follows_its_formula(lr: float) -> None:
+def polyak(lr: float, loss: float, squared_norm: float) -> float:
+    return min(lr, loss / squared_norm)
+
+
+def ngn(lr: float, loss: float, squared_norm: float) -> float:
+    return lr / (1 + lr / (2 * loss) * squared_norm)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "step_size", "lr"),
+    [
+        ("alr-smag", 1.0, polyak, 1e-4),
+        ("alr-smag", 1.0, polyak, 10.0),
+        ("ngn-ver2", 0.1, ngn, 1e-3),
+        ("ngn-ver2", 0.1, ngn, 10.0),
+    ],
+)
+def test_steps_along_the_momentum_follow_their_formula(
+    name: str, share: float, step_size: Callable[[float, float, float], float], lr: float
+) -> None:
+    """The direction is 0.9 of the last one and a share of the gradient."""
     parts, loss = problem()
-    optimizer = optimizers.make("alr-smag", parts, lr)
+    optimizer = optimizers.make(name, parts, lr)
     x, d = flat(parts), torch.zeros(3, dtype=torch.float64)
     for _ in range(3):
-        d = 0.9 * d + gradient(parts)
-        tau = min(lr, float(loss) / float(d.square().sum()))
-        x = x - tau * d
-        optimizers.step("alr-smag", optimizer, loss)
+        d = 0.9 * d + share * gradient(parts)
+        size = step_size(lr, float(loss), float(d.square().sum()))
+        x = x - size * d
+        optimizers.step(name, optimizer, loss)
         torch.testing.assert_close(flat(parts), x)
-        assert optimizers.step_size(optimizer) == pytest.approx(tau)
-        loss = loss_of(parts)
-
-
-@pytest.mark.parametrize("lr", [1e-3, 10.0])
-def test_ver2_follows_the_papers_formula(lr: float) -> None:
-    parts, loss = problem()
-    optimizer = optimizers.make("ngn-ver2", parts, lr)
-    x, m = flat(parts), torch.zeros(3, dtype=torch.float64)
-    for _ in range(3):
-        m = 0.9 * m + 0.1 * gradient(parts)
-        gamma = lr / (1 + lr / (2 * float(loss)) * float(m.square().sum()))
-        x = x - gamma * m
-        optimizers.step("ngn-ver2", optimizer, loss)
-        torch.testing.assert_close(flat(parts), x)
-        assert optimizers.step_size(optimizer) == pytest.approx(gamma)
+        assert optimizers.step_size(optimizer) == pytest.approx(size)
         loss = loss_of(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from ngn_bench.lab import ablate, figures
+from ngn_bench.lab.optimizers import OPTIMIZERS
 from ngn_bench.lab.page import page
 from ngn_bench.lab.paper import PAPER, paper_scores
 from ngn_bench.lab.results import Results, grid_table, range_table, tables
@@ -114,7 +116,7 @@ def test_an_optimizer_that_always_diverged_has_no_range() -> None:
     assert results.good_range("momo-adam", 1.0) is None
 
 
-def test_the_mark_of_the_best_of_all() -> None:
+def test_ranges_around_the_best_of_all() -> None:
     results = Results(accuracy_runs())
     assert results.best_of_all() == pytest.approx(98.05)
     common = results.good_range("adam", 0.5, results.best_of_all())
@@ -162,15 +164,13 @@ def test_skipped_steps_are_marked() -> None:
     assert "†" in range_table(Results(runs), 0.5).caption
 
 
-def test_what_lion_does_with_its_second_beta_is_said() -> None:
+def test_lions_second_beta_is_explained() -> None:
     assert (
         "0.99 where others have 0.999" in range_table(Results([run("lion", 0.1, 97.0)]), 1).caption
     )
 
 
 def test_the_papers_scores_belong_to_tasks_and_optimizers() -> None:
-    from ngn_bench.lab.optimizers import OPTIMIZERS
-
     assert {task.split()[0] for task in PAPER} <= set(TASKS)
     tokens = {"tokenizer": "tokenizer.json"}
     assert paper_scores("lm-transformer++", {"size": "1b", **tokens})["adam"] == (13.09, None)
@@ -200,17 +200,11 @@ def test_what_lies_above_the_picture_is_marked() -> None:
 
 
 def test_every_optimizer_has_a_colour() -> None:
-    from ngn_bench.lab.optimizers import OPTIMIZERS
-
     assert set(figures.COLOURS) == set(OPTIMIZERS)
 
 
-def test_the_colours_of_a_family_can_be_told_apart() -> None:
-    from itertools import combinations
-
-    from ngn_bench.lab.optimizers import OPTIMIZERS
-
-    for one, other in combinations(OPTIMIZERS.values(), 2):
+def test_the_colours_of_a_family_differ() -> None:
+    for one, other in itertools.combinations(OPTIMIZERS.values(), 2):
         if one.family == other.family:
             a, b = (bytes.fromhex(figures.COLOURS[entry.name][1:]) for entry in (one, other))
             assert math.dist(a, b) > 60, (one.name, other.name)

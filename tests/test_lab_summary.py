@@ -60,7 +60,7 @@ def test_a_gap_is_not_a_neighbour(tmp_path: Path) -> None:
     assert shown["NGN-M"] == ["98.00", "1", "≥ 1", "97.90", "–"]
 
 
-def test_a_best_score_beside_a_gap_is_marked(tmp_path: Path) -> None:
+def test_a_best_score_next_to_a_gap_is_marked(tmp_path: Path) -> None:
     shown = rows(repository(tmp_path, PARTIAL))
     assert shown["SGDM"] == ["97.50*", "1", "≥ 0", "diverged", "–"]
     whole = PARTIAL + scores("sgdm", {0.1: 97.9, 100.0: None, 1000.0: None})
@@ -182,7 +182,7 @@ def test_kept_runs_are_the_start_of_a_resumed_sweep(tmp_path: Path) -> None:
     Results(runs)
 
 
-def test_a_thinned_run_says_the_same(tmp_path: Path) -> None:
+def test_a_thinned_run_has_the_same_results(tmp_path: Path) -> None:
     (whole,) = sweep(
         [RunSpec("digits-mlp", "momo", 1.0, 0, TINY)], Record(tmp_path / "r"), Machine()
     )
@@ -234,7 +234,7 @@ def test_the_documents_match_the_kept_records() -> None:
     assert main(["summary", "--root", str(ROOT), "--check"]) == 0
 
 
-def test_formats_of_one_sweep_are_told_apart(tmp_path: Path) -> None:
+def test_formats_of_one_sweep_are_separate(tmp_path: Path) -> None:
     lab = repository(tmp_path, PARTIAL)
     states = {"": 98.0, " --state 8bit": 97.5, " --state 8bit+bfloat16": 97.75}
     base = "ngn-bench sweep --task mnist-mlp --seeds 1 --optimizers ngn-mdv1 --lr 0.1,1"

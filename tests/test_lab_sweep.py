@@ -1,4 +1,4 @@
-"""Runs, the record of a sweep, and how it goes on after being stopped."""
+"""Runs, the record of a sweep, and how a stopped sweep continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def outcome(run: dict) -> dict:
     return {key: run[key] for key in ("spec", "status", "curve", "telemetry", "diverged_at")}
 
 
-def test_a_run_says_everything_about_itself() -> None:
+def test_a_run_records_everything_about_itself() -> None:
     run = train.run(spec("ngn-mdv1", 0.01), Machine())
     assert run["status"] == "finished"
     assert run["metric"] == "accuracy"
@@ -72,7 +72,7 @@ def test_divergence_is_a_result() -> None:
 
 
 def test_a_model_that_broke_in_its_last_step_has_diverged(tmp_path: Path) -> None:
-    """Accuracy stays a number when all logits are NaN: only the held-out loss tells."""
+    """Accuracy stays a number when all logits are NaN: only the held-out loss shows it."""
     one_step = RunSpec("digits-mlp", "sgdm", 1e30, 0, "steps=1e-9,model=0.2")
     (run,) = sweep([one_step], Record(tmp_path / "runs.jsonl"), Machine())
     assert run["steps"] == 1
@@ -149,18 +149,25 @@ def test_runs_in_processes_equal_runs_in_line(tmp_path: Path) -> None:
     assert by_lr(alone) == by_lr(together)
 
 
-def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    lrs = "0.01,0.1,1,10,100,1000"
-    arguments = ["sweep", "--optimizers", "ngn-m,sgdm,ngn", "--lr", lrs, "--seeds", "2"]
-    arguments += ["--scale", "steps=0.3", "--processes", "1", "--out", str(out)]
-    command = [sys.executable, "-m", "ngn_bench", *arguments]
+def started_sweep(*arguments: str) -> subprocess.Popen[bytes]:
+    """A process of `ngn-bench sweep`, whose last argument is --out's, after two runs."""
+    command = [sys.executable, "-m", "ngn_bench", "sweep", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    path = out / "runs.jsonl"
+    path = Path(arguments[-1]) / "runs.jsonl"
     deadline = time.monotonic() + 120
     while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
+    return process
+
+
+def test_a_killed_sweep_is_continued(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    lrs = "0.01,0.1,1,10,100,1000"
+    arguments = ["--optimizers", "ngn-m,sgdm,ngn", "--lr", lrs, "--seeds", "2"]
+    arguments += ["--scale", "steps=0.3", "--processes", "1", "--out", str(out)]
+    path = out / "runs.jsonl"
+    process = started_sweep(*arguments)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     kept = path.read_bytes()
@@ -189,16 +196,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into Linux's /proc")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 def test_workers_do_not_outlive_a_killed_sweep(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ngn_bench", "sweep", "--optimizers", "ngn-m,sgdm"]
-    command += ["--processes", "2", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    path = tmp_path / "runs.jsonl"
+    process = started_sweep(
+        "--optimizers", "ngn-m,sgdm", "--processes", "2", "--out", str(tmp_path)
+    )
     deadline = time.monotonic() + 120
-    while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
     workers = children_of(process.pid)
     assert len(workers) >= 2
     os.kill(process.pid, signal.SIGKILL)
@@ -238,8 +241,8 @@ def test_a_full_disk_keeps_the_finished_runs(tmp_path: Path) -> None:
     specs = [spec(lr=lr) for lr in (0.1, 1.0, 10.0)]
     sweep(specs[:1], record, Machine())
     kept = record.path.read_bytes()
-    room = len(kept) + len(kept) // 2
-    with disk_of(room), pytest.raises(BenchError, match=r"runs\.jsonl.*finished runs are kept"):
+    space = len(kept) + len(kept) // 2
+    with disk_of(space), pytest.raises(BenchError, match=r"runs\.jsonl.*finished runs are kept"):
         sweep(specs, record, Machine())
     assert record.path.read_bytes() == kept
     assert len(sweep(specs, record, Machine())) == 3

@@ -1,4 +1,4 @@
-"""The toy problems reproduce what the paper says of them."""
+"""The toy problems reproduce the paper's numbers."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ def pair_with(algorithm: Algorithm, params: list[Tensor], backend: str) -> Pair:
 def two_checked_steps(pair: Pair) -> None:
     for k in range(2):
         random_gradients(params_of(pair.optimizer), seed=k)
-        pair.sync()
-        pair.step(0.8)
-        pair.check_step()
+        pair.checked_step(0.8)
 
 
 @pytest.mark.essential
@@ -42,9 +40,7 @@ def test_parameter_and_gradient_layouts(
         for p, there in zip(params, list(LAYOUTS) * len(LAYOUTS), strict=True):
             assert p.grad is not None
             p.grad = LAYOUTS[there](p.grad)
-        pair.sync()
-        pair.step(0.8)
-        pair.check_step()
+        pair.checked_step(0.8)
     assert [(p.stride(), p.data_ptr()) for p in params] == places
 
 
@@ -69,15 +65,11 @@ def test_a_parameter_without_a_gradient_is_left_alone(
         version, value = q._version, q.detach().clone()
         random_gradients([p], seed=k)
         q.grad = None
-        pair.sync()
-        pair.step(0.8)
-        pair.check_step()
+        pair.checked_step(0.8)
         assert q._version == version and torch.equal(q, value)
         assert p._version > 0
         kept.backward()
-        pair.sync()
-        pair.step(0.8)
-        pair.check_step()
+        pair.checked_step(0.8)
 
 
 def test_interleaved_views_do_not_overlap(algorithm: Algorithm, backend: str) -> None:
@@ -100,9 +92,7 @@ def test_expanded_gradient(algorithm: Algorithm, backend: str) -> None:
     pair = pair_with(algorithm, [p], backend)
     for _ in range(2):
         p.grad = torch.tensor(0.2).expand(4, 6)
-        pair.sync()
-        pair.step(1.0)
-        pair.check_step()
+        pair.checked_step(1.0)
         assert p.grad is not None and float(p.grad[3, 5]) == pytest.approx(0.2)
 
 
@@ -136,9 +126,7 @@ def test_complex_is_pairs_of_reals(algorithm: Algorithm, backend: str, layout: s
     for _ in range(3):
         p.grad = torch.randn(5, 3, generator=generator, dtype=torch.complex64)
         q.grad = torch.view_as_real(p.grad).clone()
-        pair.sync()
-        pair.step(0.8)
-        pair.check_step()
+        pair.checked_step(0.8)
         real.step(loss=0.8)
         torch.testing.assert_close(torch.view_as_real(p.detach()), q.detach(), rtol=1e-6, atol=1e-7)
 
@@ -189,9 +177,7 @@ def test_many_small_tensors_in_many_groups(algorithm: Algorithm, backend: str) -
     pair = Pair(algorithm, algorithm.build(columns, hypers, backend=backend))
     for k in range(2):
         random_gradients(params_of(pair.optimizer), seed=k)
-        pair.sync()
-        pair.step(1.0)
-        pair.check_step()
+        pair.checked_step(1.0)
 
 
 def test_relaid_between_steps(algorithm: Algorithm, backend: str) -> None:
@@ -202,9 +188,7 @@ def test_relaid_between_steps(algorithm: Algorithm, backend: str) -> None:
     for k, name in enumerate(("contiguous", "channels_last", "contiguous", "strided")):
         p.data = LAYOUTS[name](p.data)
         random_gradients([p], seed=k)
-        pair.sync()
-        pair.step(0.8)
-        pair.check_step()
+        pair.checked_step(0.8)
 
 
 def test_gradients_move_between_steps(algorithm: Algorithm, backend: str) -> None:
@@ -217,6 +201,4 @@ def test_gradients_move_between_steps(algorithm: Algorithm, backend: str) -> Non
         loss = sum(((p - k) ** 2).mean() for p in params_of(pair.optimizer))
         assert isinstance(loss, Tensor)
         loss.backward()
-        pair.sync()
-        pair.step(loss)
-        pair.check_step()
+        pair.checked_step(loss)

@@ -68,6 +68,4 @@ def test_any_problem(
         for (_, rows), params in zip(groups, columns, strict=True):
             for p, (shape, _, there, has_gradient) in zip(params, rows, strict=True):
                 p.grad = draw(shape, there, 0.1) if has_gradient else None
-        pair.sync()
-        pair.step(options["loss_floor"] + height)
-        pair.check_step()
+        pair.checked_step(options["loss_floor"] + height)

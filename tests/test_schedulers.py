@@ -86,9 +86,7 @@ def run_under(pair: Pair, name: str) -> None:
     seen = []
     for k in range(6):
         random_gradients(params_of(pair.optimizer), seed=k)
-        pair.sync()
-        pair.step(1.0)
-        pair.check_step()
+        pair.checked_step(1.0)
         seen.append([float(group["lr"]) for group in pair.optimizer.param_groups])
         advance(scheduler, 1.0)
     assert len({tuple(rates) for rates in seen}) > 1, "the scheduler must have moved lr"
@@ -102,9 +100,7 @@ def test_momentum_is_cycled(algorithm: Algorithm, backend: str, name: str) -> No
     seen = set()
     for k in range(4):
         random_gradients(params_of(pair.optimizer), seed=k)
-        pair.sync()
-        pair.step(1.0)
-        pair.check_step()
+        pair.checked_step(1.0)
         seen.add(pair.oracle.groups[0].beta1)
         scheduler.step()
     assert len(seen) > 1
@@ -123,9 +119,7 @@ def test_tensor_lr(algorithm: Algorithm, backend: str, lr: torch.Tensor) -> None
     for k, value in enumerate((0.2, 0.1, 0.0, 0.4)):
         lr.fill_(value)
         random_gradients(params, seed=k)
-        pair.sync()
-        pair.step(1.0)
-        pair.check_step()
+        pair.checked_step(1.0)
     assert pair.optimizer.param_groups[0]["lr"] is lr
 
 

@@ -8,22 +8,10 @@ from typing import Any
 from ..lab import ablate, figures
 from ..lab.paper import BETAS
 from ..lab.train import RunSpec
-from .runs import (
-    add_running,
-    common_spec,
-    folder_of,
-    numbers,
-    publish,
-    recorded,
-    seeds,
-    selected,
-    step_sizes,
-    train_missing,
-)
-from .shared import Commands
+from . import lab, shared
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     parser = commands.add_parser(
         "ablate",
         help="the paper's ablations of betas and weight decay",
@@ -45,21 +33,23 @@ def add(commands: Commands) -> None:
         parser.add_argument(
             option, default=values, metavar="LIST", help=f"{text} (default: {values})"
         )
-    add_running(parser)
+    lab.add_running(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     figures.pyplot()
     default = ablate.BETA_OPTIMIZERS if args.betas else ablate.DECAY_OPTIMIZERS
-    names, missing = selected(args.optimizers or default)
-    common = common_spec(args)
-    lrs, chosen_seeds = step_sizes(args.lr), seeds(args.seeds)
+    names, missing = lab.selected(args.optimizers or default)
+    common = lab.common_spec(args)
+    lrs, chosen_seeds = lab.step_sizes(args.lr), lab.seeds(args.seeds)
     if args.betas:
-        pairs = ablate.beta_pairs(numbers(args.beta1, "--beta1"), numbers(args.beta2, "--beta2"))
+        pairs = ablate.beta_pairs(
+            lab.numbers(args.beta1, "--beta1"), lab.numbers(args.beta2, "--beta2")
+        )
         variants: list[dict[str, Any]] = [{"betas": pair} for pair in pairs]
     else:
-        variants = [{"weight_decay": decay} for decay in numbers(args.decay, "--decay")]
+        variants = [{"weight_decay": decay} for decay in lab.numbers(args.decay, "--decay")]
     specs = [
         RunSpec(**common, optimizer=name, lr=lr, seed=seed, **variant)
         for seed in chosen_seeds
@@ -67,15 +57,15 @@ def run(args: argparse.Namespace) -> int:
         for name in names
         for lr in lrs
     ]
-    folder = folder_of(args, f"{args.task}-{'betas' if args.betas else 'weight-decay'}")
+    folder = lab.folder_of(args, f"{args.task}-{'betas' if args.betas else 'weight-decay'}")
     if args.report_only:
         key = "betas" if args.betas else "weight_decay"
         values = [variant[key] for variant in variants]
-        runs = recorded(folder, common, lambda spec: spec[key] in values)
+        runs = lab.recorded(folder, common, lambda spec: spec[key] in values)
     else:
-        runs = train_missing(args, specs, folder)
+        runs = lab.train_missing(args, specs, folder)
     shown, drawn = (ablate.betas if args.betas else ablate.weight_decay)(runs)
-    publish(args, folder, f"Ablation: {args.task}", shown, drawn, runs)
+    lab.publish(args, folder, f"Ablation: {args.task}", shown, drawn, runs)
     for line in missing:
         print(line)
     return 0

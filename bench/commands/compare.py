@@ -7,10 +7,10 @@ from pathlib import Path
 
 from .. import report
 from ..timing.compare import METRICS, THRESHOLD, compare, comparison_table, environment_changes
-from .shared import Commands, positive
+from . import shared
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     parser = commands.add_parser(
         "compare",
         help="compare two results; exit status 1 if something became slower",
@@ -21,7 +21,10 @@ def add(commands: Commands) -> None:
     parser.add_argument("old", type=Path, help="JSON of an earlier run")
     parser.add_argument("new", type=Path, help="JSON of a later run")
     parser.add_argument(
-        "--threshold", type=positive(float), default=THRESHOLD, help="least relevant change (0.05)"
+        "--threshold",
+        type=shared.positive(float),
+        default=THRESHOLD,
+        help="least relevant change (0.05)",
     )
     parser.add_argument(
         "--metric", choices=METRICS, default="time", help="ratio: against fused AdamW"

@@ -12,24 +12,17 @@ from ..errors import BenchError
 from ..pages import plots
 from ..timing import ranks
 from ..timing.projection import project, projection_table
-from .shared import (
-    MAX_THREADS,
-    Commands,
-    add_output_options,
-    check_outputs,
-    positive,
-    write_outputs,
-)
+from . import shared
 
 MAX_RANKS = 64
 
 
 def _rank_numbers(text: str) -> tuple[int, ...]:
-    parse = positive(int, MAX_RANKS)
+    parse = shared.positive(int, MAX_RANKS)
     return tuple(dict.fromkeys(parse(word) for word in text.split(",")))
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     parser = commands.add_parser(
         "ranks",
         help="time a step on several local processes, under DDP and FSDP2",
@@ -42,19 +35,23 @@ def add(commands: Commands) -> None:
         "--ranks", type=_rank_numbers, metavar="NUMBERS", help="processes (default 1,2,4)"
     )
     parser.add_argument(
-        "--tensors", type=positive(int, 10**5), help="tensors of the model (default 300)"
+        "--tensors", type=shared.positive(int, 10**5), help="tensors of the model (default 300)"
     )
-    parser.add_argument("--seconds", type=positive(float), help="measuring time (default 60)")
     parser.add_argument(
-        "--threads", type=positive(int, MAX_THREADS), help="of each process (default 1)"
+        "--seconds", type=shared.positive(float), help="measuring time (default 60)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=shared.positive(int, shared.MAX_THREADS),
+        help="of each process (default 1)",
     )
     parser.add_argument("--project", action="store_true", help="the projection to 16,384 GPUs")
-    add_output_options(parser)
+    shared.add_output_options(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    check_outputs(args)
+    shared.check_outputs(args)
     machine = environment.describe(torch.device("cpu"))
     if args.project:
         if args.ranks or args.tensors or args.seconds or args.threads:
@@ -73,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         sizes = {"tensors": settings.tensors, "side": ranks.SIDE, "threads": settings.threads}
         record = report.record("ranks", args.command, machine, rows=rows, **sizes)
         report.print_table(ranks.ranks_table(record))
-    write_outputs(args, record, plots.plot_projection)
+    shared.write_outputs(args, record, plots.plot_projection)
     if any(row["same_bits"] is False for row in record.get("rows", ())):
         print("ngn-bench: ranks differ that should have the same numbers", file=sys.stderr)
         return 1

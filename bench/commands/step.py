@@ -19,20 +19,7 @@ from ..timing.step_tables import (
     step_tables,
 )
 from ..timing.workloads import Workload, find_workload, read_shapes
-from .shared import (
-    Commands,
-    add_format_options,
-    add_machine_options,
-    add_output_options,
-    add_seconds,
-    check_outputs,
-    exit_status,
-    find_dtype,
-    formats_given,
-    names,
-    select_machine,
-    write_outputs,
-)
+from . import shared
 
 DEFAULT_WORKLOADS = ("transformer++-70m", "resnet20")
 SMALL_MACHINE_WORKLOADS = ("resnet18", "resnet20")
@@ -62,11 +49,11 @@ DEFAULT_JSON = Path("ngn-bench-step.json")
 DEFAULT_PLOT = Path("ngn-bench-step.png")
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     parser = commands.add_parser(
         "step",
         help="time one optimizer step, contenders side by side",
-        description="Time whole step() calls of the NGN optimizers beside torch's and others, in "
+        description="Time whole step() calls of the NGN optimizers, torch's and others, in "
         "turns, after checking each one's result on a small case.",
         epilog="Workloads: model names (resnet20, resnet18, vit-tiny, gpt2, transformer++-70m, …), "
         "many-small, one:64M, many:500x2K, or package.module:function for a model of your own. "
@@ -77,10 +64,12 @@ def add(commands: Commands) -> None:
         f"Without options, results are also written to {DEFAULT_JSON} and {DEFAULT_PLOT}.",
     )
     parser.add_argument(
-        "--workload", type=names, metavar="NAMES", help="one or several, with commas"
+        "--workload", type=shared.names, metavar="NAMES", help="one or several, with commas"
     )
     parser.add_argument("--shapes", type=Path, metavar="FILE", help="JSON list of shapes to run on")
-    parser.add_argument("--contenders", type=names, metavar="NAMES", help="default: all that run")
+    parser.add_argument(
+        "--contenders", type=shared.names, metavar="NAMES", help="default: all that run"
+    )
     parser.add_argument(
         "--preset",
         choices=("default", "cpu-table"),
@@ -90,30 +79,30 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--list", action="store_true", help="show the contenders, and why some do not run here"
     )
-    add_format_options(parser)
-    add_seconds(parser, 40.0)
+    shared.add_format_options(parser)
+    shared.add_seconds(parser, 40.0)
     parser.add_argument("--compiled", action="store_true", help="also AdamW under torch.compile")
     parser.add_argument(
         "--cold",
         action=argparse.BooleanOptionalAction,
         help="empty the caches before every step (default: on a GPU only)",
     )
-    add_machine_options(parser)
-    add_output_options(parser)
+    shared.add_machine_options(parser)
+    shared.add_output_options(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    device = select_machine(args)
+    device = shared.select_machine(args)
     if args.list:
         report.print_table(contender_table(device))
         return 0
     if not (args.workload or args.shapes or args.contenders or args.preset != "default"):
         args.json = args.json or DEFAULT_JSON
         args.plot = args.plot or DEFAULT_PLOT
-    check_outputs(args)
+    shared.check_outputs(args)
     cold = device.type == "cuda" if args.cold is None else args.cold
-    settings = step.Settings(device, find_dtype(args.dtype), args.seconds, cold)
+    settings = step.Settings(device, shared.find_dtype(args.dtype), args.seconds, cold)
     machine = environment.describe(device)
     plan, left_out = _plan(args, settings)
     plan = [(workload, _stored(chosen, args)) for workload, chosen in plan]
@@ -138,13 +127,13 @@ def run(args: argparse.Namespace) -> int:
     for line in not_run_lines(record):
         print(line)
     drawn = any(row["ratio"] is not None for row in record["rows"])
-    write_outputs(args, record, plots.plot_step if drawn else None)
-    return exit_status(result.interrupted, record["rows"])
+    shared.write_outputs(args, record, plots.plot_step if drawn else None)
+    return shared.exit_status(result.interrupted, record["rows"])
 
 
 def _stored(contenders: list[Contender], args: argparse.Namespace) -> list[Contender]:
     """Each contender once, and those of this library once for each `--state`."""
-    if not formats_given(args):
+    if not shared.formats_given(args):
         return contenders
     if any("/" in contender.name for contender in contenders):
         raise BenchError("--contenders names formats already; leave out --state and --rounding")
@@ -159,7 +148,7 @@ def _plan(
     backend = environment.fastest_backend(settings.device, settings.dtype)
     left_out: dict[str, dict[str, str]] = {}
     if args.preset == "cpu-table":
-        if args.workload or args.shapes or args.contenders or formats_given(args):
+        if args.workload or args.shapes or args.contenders or shared.formats_given(args):
             raise BenchError(
                 "--preset cpu-table fixes workloads, contenders and their formats; leave those out"
             )

@@ -8,13 +8,13 @@ from pathlib import Path
 from ..lab import figures, precision, summary
 from ..pages.readme import picture_source
 from ..report import print_table
-from .shared import Commands
+from . import shared
 from .sweep import planned
 
 DOCUMENTS = ("docs/stability.md", "docs/precision.md")
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     parser = commands.add_parser(
         "summary",
         help="one table and one picture over all sweeps whose records are kept",

@@ -15,25 +15,13 @@ from ..lab import figures, optimizers
 from ..lab.results import Results, tables
 from ..lab.tasks import TASKS
 from ..lab.train import KNOWN_FLOOR, RunSpec
-from .runs import (
-    PLAIN,
-    add_running,
-    common_spec,
-    folder_of,
-    publish,
-    recorded,
-    seeds,
-    selected,
-    step_sizes,
-    train_missing,
-)
-from .shared import Commands
+from . import lab, shared
 
 DEFAULT_OPTIMIZERS = "ngn-m,sgdm,momo,ngn-mdv1,adam,momo-adam"
 STORING_OPTIMIZERS = "ngn-m,ngn-mdv1"
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     parser = commands.add_parser(
         "sweep",
         help="train at many step sizes: how wide is the good range?",
@@ -64,20 +52,20 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--loss-floor",
         metavar="F",
-        help="tell the optimizers that the loss never falls below F; known: what the task says. "
-        "Then the default is those of the optimizers that take one",
+        help="a lower bound of the loss, for the optimizers; known: the task's own. "
+        "The default is then the optimizers that take one",
     )
     parser.add_argument(
         "--state",
         default="float32",
         help="how NGN optimizers store m and v: float32, bfloat16, 8bit, or both: 8bit+bfloat16. "
-        f"Then the default is {STORING_OPTIMIZERS}",
+        f"The default is then {STORING_OPTIMIZERS}",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "mixed", "bfloat16"),
         default="float32",
-        help="mixed: compute in bfloat16; bfloat16: parameters as well (default: as the task says)",
+        help="mixed: compute in bfloat16; bfloat16: parameters as well (default: the task's own)",
     )
     parser.add_argument(
         "--rounding",
@@ -88,7 +76,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--list", action="store_true", help="list tasks and optimizers, and what is not installed"
     )
-    add_running(parser)
+    lab.add_running(parser)
     parser.set_defaults(func=run)
 
 
@@ -96,26 +84,26 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list()
     figures.pyplot()
-    names, missing = selected(swept(args))
-    common = common_spec(args)
-    folder = folder_of(args, args.task)
+    names, missing = lab.selected(swept(args))
+    common = lab.common_spec(args)
+    folder = lab.folder_of(args, args.task)
     if args.report_only:
-        runs = recorded(folder, common, lambda s: s["betas"] is None and s["weight_decay"] == 0)
+        runs = lab.recorded(folder, common, lambda s: s["betas"] is None and s["weight_decay"] == 0)
     else:
-        runs = train_missing(args, _grid(args, names, common), folder)
+        runs = lab.train_missing(args, _grid(args, names, common), folder)
     results = Results(runs)
     margin = args.margin if args.margin is not None else results.default_margin
     shown = tables(results, margin)
     drawn = figures.all_figures(results, margin)
-    publish(args, folder, f"Step-size sweep: {results.task}", shown, drawn, runs)
+    lab.publish(args, folder, f"Step-size sweep: {results.task}", shown, drawn, runs)
     for line in missing:
         print(line)
     return 0
 
 
 def swept(args: argparse.Namespace) -> str:
-    """The names of the optimizers that a sweep is asked for."""
-    stored = (args.state, args.rounding) != (PLAIN["state"], PLAIN["rounding"])
+    """The names of the optimizers of a sweep, as given or by default."""
+    stored = (args.state, args.rounding) != (lab.PLAIN["state"], lab.PLAIN["rounding"])
     default = STORING_OPTIMIZERS if stored else DEFAULT_OPTIMIZERS
     if args.loss_floor is None:
         return args.optimizers or default
@@ -134,10 +122,10 @@ def _number(text: str) -> float:
 
 def _grid(args: argparse.Namespace, names: Sequence[str], common: dict[str, Any]) -> list[RunSpec]:
     """Each optimizer at each step size with each seed."""
-    given = step_sizes(args.lr) if args.lr else None
+    given = lab.step_sizes(args.lr) if args.lr else None
     return [
         RunSpec(**common, optimizer=name, lr=lr, seed=seed)
-        for seed in seeds(args.seeds)
+        for seed in lab.seeds(args.seeds)
         for name in names
         for lr in given or optimizers.OPTIMIZERS[name].grid
     ]
@@ -160,4 +148,4 @@ def planned(command: str) -> list[RunSpec]:
     add(parser.add_subparsers(required=True))
     args = parser.parse_args(shlex.split(command)[1:])
     names = [optimizers.find(name).name for name in swept(args).split(",")]
-    return _grid(args, names, common_spec(args))
+    return _grid(args, names, lab.common_spec(args))

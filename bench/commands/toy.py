@@ -8,11 +8,10 @@ from ..errors import unknown_name
 from ..lab import figures
 from ..lab.toys import TOYS
 from ..report import print_table
-from .runs import add_places, folder_of
-from .shared import Commands
+from . import lab, shared
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     parser = commands.add_parser(
         "toy",
         help="the paper's toy problems, with their figures",
@@ -21,7 +20,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "name", help="diabetes, rosenbrock, x2x4, many-minima, quadratic, or all of them: all"
     )
-    add_places(parser)
+    lab.add_places(parser)
     parser.set_defaults(func=run)
 
 
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     for name in TOYS if args.name == "all" else [args.name]:
         toy = TOYS[name](args.data_dir)
         print(toy.note)
-        folder = folder_of(args, f"toy-{name}")
+        folder = lab.folder_of(args, f"toy-{name}")
         for table in toy.tables:
             print_table(table)
         for file, figure in toy.figures.items():

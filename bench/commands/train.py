@@ -11,54 +11,53 @@ from .. import environment, report
 from ..errors import BenchError
 from ..pages import plots
 from ..timing.train import TrainSettings, run_train, select_optimizers, train_tables
-from .shared import (
-    Commands,
-    add_machine_options,
-    add_output_options,
-    add_seconds,
-    check_outputs,
-    exit_status,
-    names,
-    positive,
-    select_machine,
-    write_outputs,
-)
+from . import shared
 
 LOOP_MODELS = ("mlp", "small-transformer")
 
 
-def add(commands: Commands) -> None:
+def add(commands: shared.Commands) -> None:
     parser = commands.add_parser(
         "train",
         help="time an iteration and its optimizer update in a training loop",
         description="Train copies of a model with each optimizer in turns; show the time of an "
         "iteration and of the optimizer's part. Batches are sized to the machine unless given.",
     )
-    parser.add_argument("--model", type=names, metavar="NAMES", help="default: transformer++-70m")
+    parser.add_argument(
+        "--model", type=shared.names, metavar="NAMES", help="default: transformer++-70m"
+    )
     parser.add_argument(
         "--preset", choices=("loops",), help="loops: an MLP and a small Transformer"
     )
     parser.add_argument(
-        "--optimizers", type=names, metavar="NAMES", default=["ngnmdv1"], help="beside fused AdamW"
+        "--optimizers",
+        type=shared.names,
+        metavar="NAMES",
+        default=["ngnmdv1"],
+        help="besides fused AdamW",
     )
-    parser.add_argument("--batch", type=positive(int, 2**40), help="sequences or images in a batch")
-    parser.add_argument("--context", type=positive(int, 2**24), help="tokens in a sequence")
-    parser.add_argument("--clip", type=positive(float), help="clip the gradient norm to this")
+    parser.add_argument(
+        "--batch", type=shared.positive(int, 2**40), help="sequences or images in a batch"
+    )
+    parser.add_argument("--context", type=shared.positive(int, 2**24), help="tokens in a sequence")
+    parser.add_argument(
+        "--clip", type=shared.positive(float), help="clip the gradient norm to this"
+    )
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on the bytes of this file")
     parser.add_argument(
         "--autocast",
         action=argparse.BooleanOptionalAction,
         help="bfloat16 autocast (default: on a GPU only)",
     )
-    add_seconds(parser, 60.0)
-    add_machine_options(parser)
-    add_output_options(parser)
+    shared.add_seconds(parser, 60.0)
+    shared.add_machine_options(parser)
+    shared.add_output_options(parser)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    device = select_machine(args)
-    check_outputs(args)
+    device = shared.select_machine(args)
+    shared.check_outputs(args)
     if args.preset and args.model:
         raise BenchError("--preset loops fixes the models; leave out --model")
     chosen = LOOP_MODELS if args.preset == "loops" else args.model or ("transformer++-70m",)
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     record = report.as_plain(record)
     for table in train_tables(record):
         report.print_table(table)
-    write_outputs(
+    shared.write_outputs(
         args, record, plots.plot_train if any(row["time"] for row in record["rows"]) else None
     )
-    return exit_status(not completed, record["rows"])
+    return shared.exit_status(not completed, record["rows"])

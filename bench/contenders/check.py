@@ -1,4 +1,4 @@
-"""Does a contender compute the right thing? Asked on a small case before its time is shown."""
+"""Check a contender's steps on a small case, before its time is shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ngn_kernels.checkpoint import plain_state
 from ..environment import first_line
 from .registry import Contender
 
-# Below, at odd sizes around, and far above what a kernel's vector, block and chunk hold.
+# Below, at odd sizes around, and far above the sizes of a kernel's vector, block and chunk.
 SHAPES = ((3,), (17, 5), (1,), (64, 33), (4099,), (40_009,))
 LOSSES = (0.5, 0.8, 0.3)
 LEARNING_RATE = 0.5
@@ -27,7 +27,7 @@ TINY = 1e-300
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ok` is None where there is nothing to check against."""
+    """`ok` is None where there is no implementation to compare with."""
 
     ok: bool | None
     text: str
@@ -38,10 +38,10 @@ def checked(contender: Contender, dtype: torch.dtype, device: torch.device) -> V
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if contender.build_truth is None:
+            if contender.build_trusted is None:
                 try_once(contender, dtype, device)
             return check(contender, dtype, device)
-    except Exception as error:  # reported beside the contender
+    except Exception as error:  # shown with the contender
         return first_line(error)
 
 
@@ -59,13 +59,13 @@ def try_once(
 
 
 def check(contender: Contender, dtype: torch.dtype, device: torch.device) -> Verdict:
-    """Compare with the trusted form in float64 over a few steps, each from identical state."""
-    if contender.build_truth is None:
+    """Compare with the trusted implementation in float64 over a few steps, each from identical state."""
+    if contender.build_trusted is None:
         return Verdict(None, "nothing to check against")
     params = _parameters(dtype, device)
-    truth = [_float64(p.detach()).requires_grad_() for p in params]
+    trusted_params = [_float64(p.detach()).requires_grad_() for p in params]
     optimizer = contender.build(params, lr=LEARNING_RATE)
-    trusted = contender.build_truth(truth, lr=LEARNING_RATE)
+    trusted = contender.build_trusted(trusted_params, lr=LEARNING_RATE)
     loss = torch.zeros((), device=device)
     loss_f64 = torch.zeros((), dtype=torch.float64)
     step = contender.step_function(optimizer)
@@ -78,21 +78,22 @@ def check(contender: Contender, dtype: torch.dtype, device: torch.device) -> Ver
         loss.fill_(value * scale)
         loss_f64.copy_(loss)
         before = _snapshot(params, optimizer)
-        _restore(before, truth, trusted)
-        for p, q, gradient in zip(params, truth, gradients, strict=True):
+        _restore(before, trusted_params, trusted)
+        for p, q, gradient in zip(params, trusted_params, gradients, strict=True):
             p.grad = gradient
             q.grad = _float64(gradient)
         step(loss)
         trusted_step(loss_f64)
-        after, expected = _snapshot(params, optimizer), _snapshot(truth, trusted)
-        if contender.coded:
+        after, expected = _snapshot(params, optimizer), _snapshot(trusted_params, trusted)
+        if contender.quantised:
             expected = [{"parameter": saved["parameter"]} for saved in expected]
         worst = max(worst, *_errors(before, after, expected, contender.rounds_once))
     worst /= contender.slack
     if worst <= 1.0:
-        return Verdict(True, f"= {contender.truth} in float64")
+        return Verdict(True, f"= {contender.trusted_name} in float64")
     return Verdict(
-        False, f"differs from {contender.truth} in float64 by {worst:.3g} times the tolerance"
+        False,
+        f"differs from {contender.trusted_name} in float64 by {worst:.3g} times the tolerance",
     )
 
 
@@ -130,7 +131,7 @@ def _snapshot(params: list[Tensor], optimizer: Optimizer) -> Snapshot:
 
 
 def _restore(snapshot: Snapshot, params: list[Tensor], optimizer: Optimizer) -> None:
-    """Put the values of a snapshot into parameters and state, where these exist."""
+    """Copy the values of a snapshot into parameters and state, where these exist."""
     for saved, p in zip(snapshot, params, strict=True):
         for name, value in saved.items():
             target = p if name == "parameter" else optimizer.state[p].get(name)
@@ -141,7 +142,7 @@ def _restore(snapshot: Snapshot, params: list[Tensor], optimizer: Optimizer) -> 
 def _errors(
     before: Snapshot, after: Snapshot, expected: Snapshot, rounds_once: bool
 ) -> Iterator[float]:
-    """Largest error of each tensor, in units of what rounding allows."""
+    """Largest error of each tensor, relative to the tolerance for rounding."""
     float32_eps = torch.finfo(torch.float32).eps
     for old, new, right in zip(before, after, expected, strict=True):
         for name, value in right.items():

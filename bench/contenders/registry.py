@@ -1,4 +1,4 @@
-"""The optimizers that are measured side by side, by name."""
+"""The optimizers that are timed, by name."""
 
 from __future__ import annotations
 
@@ -41,35 +41,36 @@ FLOAT32_CORRECTION = 100.0  # 1 − β₂ᵗ in float32 costs two or three digit
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer with a way to build it, and another whose results it must reproduce.
+    """An optimizer, how it is built, and a trusted implementation whose results it must reproduce.
 
-    `build(params, lr=…)` makes it; `build_truth` makes its slow, trusted form, which is run in
-    float64 and called `truth` in tables. `unfused` code has its traffic counted from the operators
-    that it calls; `rounds_once` is false where half precision is rounded at each of them. `slack`
-    multiplies the tolerance of the check. Of `coded` state only what it does to parameters is checked.
-    What `opaque` code moves is not known. `dtype` is that of its parameters and gradients where it is
-    not the run's. `package` must be installed, and `rival` says that no group but its own has it.
+    `build(params, lr=…)` makes it; `build_trusted` makes its slow, trusted implementation, which
+    is run in float64 and called `trusted_name` in tables. `unfused` code has its traffic counted
+    from the operators that it calls; `rounds_once` is false where half precision is rounded at
+    each of them. `slack` multiplies the tolerance of the check. Of `quantised` state only the
+    effect on parameters is checked. How many bytes `opaque` code moves is not known. `dtype` is
+    that of its parameters and gradients where it is not the run's. `package` must be installed,
+    and a `rival` belongs to the group `rivals` alone.
     """
 
     name: str
     label: str
     passes: Passes
     build: Build
-    build_truth: Build | None = None
-    truth: str = ""
+    build_trusted: Build | None = None
+    trusted_name: str = ""
     uses_loss: bool = False
     unfused: bool = False
     compiled: bool = False
     rounds_once: bool = True
     slack: float = 1.0
-    coded: bool = False
+    quantised: bool = False
     opaque: bool = False
     dtype: torch.dtype | None = None
     package: str = ""
     rival: bool = False
 
     def dtype_in(self, run: torch.dtype) -> torch.dtype:
-        """Of its parameters, in a run with those of `run`."""
+        """The dtype of its parameters in a run whose others have `run`."""
         return self.dtype or run
 
     def step_function(self, optimizer: Optimizer) -> Callable[[Tensor], object]:
@@ -101,7 +102,9 @@ def _build_from(package: str, module: str, class_name: str, **fixed: Any) -> Bui
     def build(params: list[Tensor], **options: Any) -> Optimizer:
         if missing := missing_package(package):
             raise RuntimeError(missing)
-        logging.getLogger(package).setLevel(logging.ERROR)  # of kernels for GPUs that are not here
+        logging.getLogger(package).setLevel(
+            logging.ERROR
+        )  # hides messages on kernels for absent GPUs
         factory = getattr(importlib.import_module(module), class_name)
         optimizer: Optimizer = factory(params, **fixed, **options)
         return optimizer
@@ -110,12 +113,12 @@ def _build_from(package: str, module: str, class_name: str, **fixed: Any) -> Bui
 
 
 def missing_package(package: str) -> str:
-    """How to install a package that is not there; empty if it is, or none is needed."""
+    """How to install a missing package; empty if none is missing."""
     module = "momo" if package == "momo-opt" else package
     try:
         if not package or importlib.util.find_spec(module) is not None:
             return ""
-    except ValueError:  # sys.modules says that there is none
+    except ValueError:  # None in sys.modules
         pass
     return f"{package} is not installed: pip install {package}"
 
@@ -215,8 +218,8 @@ def _rivals() -> Iterable[Contender]:
 
 
 def _build_deepspeed(params: list[Tensor], **options: Any) -> Optimizer:
-    """DeepSpeed's CPU kernel, which it compiles when it is first asked for."""
-    # It would write of what it finds between our lines.
+    """DeepSpeed's CPU kernel, which is compiled at its first use."""
+    # Otherwise its messages would stand between the lines of a table.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     build = _build_from("deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam", weight_decay=1e-2)
@@ -238,12 +241,12 @@ def stored_as(contender: Contender, state: str, rounding: str) -> Contender:
         label=" · ".join([contender.label, *words]),
         passes=stored(contender.passes, storage),
         build=functools.partial(contender.build, state=storage.given, rounding=rounding),
-        coded=True,
+        quantised=True,
     )
 
 
 def _with_dtype(contender: Contender, dtype: str) -> Contender:
-    """The contender on parameters of this type, whatever the others have."""
+    """The contender on parameters of this dtype, whatever the run's is."""
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     return dataclasses.replace(

@@ -31,7 +31,7 @@ class Passes:
     `reduce` moves before the step size is known, `apply` after it; a stream that is read and
     written stands twice. `wide_state` keeps m and v in float32 also for parameters in half
     precision; otherwise they have the parameters' dtype. `narrow` has the bytes of m and v where
-    they are stored in fewer, and of what is kept beside x.
+    they are stored in fewer, and the bytes of x's remainder.
     """
 
     reduce: str
@@ -90,7 +90,7 @@ def storage_of(state: str, rounding: str) -> Storage:
 
 
 def stored(passes: Passes, storage: Storage) -> Passes:
-    """A rule's streams with m and v in these formats, and with what `rounding` keeps beside x."""
+    """A rule's streams with m and v in these formats, and with x's remainder if `rounding` keeps one."""
     for stream, key in zip("mv", FORMATS, strict=True):
         form = FORMATS[key][getattr(storage, key)]
         if form is not FLOAT32:
@@ -99,11 +99,11 @@ def stored(passes: Passes, storage: Storage) -> Passes:
 
 
 def format_words(passes: Passes, storage: Storage) -> list[str]:
-    """What is not as usual in the columns that a rule has, in words for its name."""
-    held = [
+    """The parts of a contender's name that say which formats differ from the default."""
+    formats = [
         getattr(storage, key) for s, key in zip("mv", FORMATS, strict=True) if s in passes.apply
     ]
-    words = ["+".join(dict.fromkeys(held)), storage.rounding]
+    words = ["+".join(dict.fromkeys(formats)), storage.rounding]
     return [word for word in words if word not in ("", "float32", "nearest")]
 
 
@@ -119,7 +119,7 @@ PASSES = {
 
 
 def stored_rules(states: Iterable[str], rounding: str) -> dict[str, Passes]:
-    """`PASSES` with a row for each way in which an NGN rule stores what it has."""
+    """`PASSES` with a row for each format of an NGN rule's m and v."""
     rules = {}
     ngn = {variant.label for variant in NGN_VARIANTS.values()}
     storages = [storage_of(state, rounding) for state in states]

@@ -1,4 +1,4 @@
-"""Triton's kernels without their work: launches that only count, for what the host does around them."""
+"""Stand-ins for Triton's kernels: launches are counted and compute nothing, to test the host's part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Launch = tuple[str, tuple[int, ...]]
 
 
 class CountedKernel:
-    """Stands for a jit function, and for what it compiles to."""
+    """Replaces a jit function and its compiled kernel."""
 
     def __init__(self, name: str, launches: list[Launch]) -> None:
         self.name = name
@@ -27,7 +27,7 @@ class CountedKernel:
 
 
 def counting_backend(device_type: str) -> tuple[list[Launch], TritonBackend]:
-    """The backend for tensors on such a device, and the list that its launches are noted in."""
+    """A backend for tensors of a device type, and the list of its launches."""
     launches: list[Launch] = []
     kernels = SimpleNamespace(
         reduce=CountedKernel("reduce", launches), apply=CountedKernel("apply", launches)

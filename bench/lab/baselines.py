@@ -110,9 +110,9 @@ class NGNVer2(LossAware):
 
 
 class Observed:
-    """Mixed into Momo and Momo-Adam, which compute their step size and forget it.
+    """Mixed into Momo and Momo-Adam, which do not keep their step size.
 
-    While `observed` is set, each step notes it in `last_step_size`.
+    While `observed` is set, each step records it in `last_step_size`.
     """
 
     last_step_size: float | None = None

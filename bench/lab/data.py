@@ -1,7 +1,7 @@
 """Readers of data sets in the formats in which they are published.
 
 Each takes the data folder (`--data-dir`) and returns tensors. Nothing is downloaded: the error for
-a missing file says which file it is, where it is looked for and where people get it.
+a missing file names the file, where it should be and where it comes from.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def locate(folder: Path, names: Sequence[str], source: str) -> Path:
 
 
 def optional(module: str, package: str, what: str) -> Any:
-    """An optional dependency, or an error that says how to get it."""
+    """Import an optional dependency; raise with the install command if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -156,12 +156,12 @@ def _pickled_images(path: Path, label_key: str) -> Images:
 
 
 def _same_size(paths: Sequence[Path], parts: Sequence[Images]) -> None:
-    """All files of CIFAR-10 hold as many images: one with fewer was cut short."""
+    """Raise if a file of CIFAR-10 has fewer images than the others: it was cut short."""
     most = max(len(part.labels) for part in parts)
     for path, part in zip(paths, parts, strict=True):
         if len(part.labels) < most:
             raise BenchError(
-                f"{path} holds {len(part.labels)} images where another file holds {most}: "
+                f"{path} has {len(part.labels)} images where another file has {most}: "
                 "it was cut short, get it again"
             )
 
@@ -258,7 +258,7 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Tensor, int]]):
         ]
         self.classes = len(classes)
         if not self.items:
-            raise BenchError(f"{folder} holds no folders of JPEG images, one per class")
+            raise BenchError(f"{folder} has no folders of JPEG images, one per class")
 
     def __len__(self) -> int:
         return len(self.items)

@@ -73,7 +73,7 @@ FAMILY_TITLES = {
 
 
 def pyplot() -> ModuleType:
-    """matplotlib without a screen, or an error that says how to get it."""
+    """matplotlib without a screen; raises with the install command if it is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -151,7 +151,7 @@ def score_axis(axis: Axes, results: Results, names: Sequence[str] | None = None)
 
 
 def _apart(ticks: Sequence[float], low: float, high: float) -> list[float]:
-    """Those of the ticks, from the top, that leave room for each other's labels."""
+    """Those of the ticks, from the top, whose labels do not overlap."""
     kept: list[float] = []
     height = math.log10((100 - low) / (100.001 - high))
     for tick in reversed(ticks):

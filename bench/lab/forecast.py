@@ -19,11 +19,11 @@ from .train import Machine, Run, RunSpec
 ENOUGH_SECONDS = 0.5
 """Measuring stops after the batch that passes this, and after ten in any case."""
 LONG_SECONDS = 600.0
-"""Above this, the estimate comes with a way to make the sweep shorter."""
+"""Above this, the estimate suggests a shorter sweep."""
 
 
 class Measured(NamedTuple):
-    """The seconds of a whole run by optimizer, and what the runs will say of their problem."""
+    """The seconds of a whole run by optimizer, and the identity of their problem."""
 
     seconds: dict[str, float]
     identity: dict[str, Any]

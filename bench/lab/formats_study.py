@@ -1,7 +1,7 @@
-"""How far narrow state leads NGN-MDv1 away from float32 state, in a simulation of its recurrence.
+"""How far narrow state takes NGN-MDv1 from its float32 trajectory, in a simulation.
 
 Gradients of known sizes stand in for a model's: they fall tenfold over the run, and within each
-block of 64 elements their sizes spread over so many decades. Two numbers are told of each format: the
+block of 64 elements their sizes spread over so many decades. Each format has two numbers: the
 worst error of Q = Σ g²/D over all steps, and the error of the displacement of the whole run, whose
 step size is fixed so that Q's error is not counted twice.
 
@@ -31,8 +31,8 @@ LONE = 16
 REACH = (1e5, 1e6)
 
 
-def root_code(halvings: int) -> Format:
-    """A byte of v's root, taken so many times, in shares of the block's largest, rounded at random."""
+def root_format(halvings: int) -> Format:
+    """v as a byte: `halvings` square roots relative to the block's largest, with stochastic rounding."""
     power = 2.0**halvings
 
     def encode(v: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,8 +64,8 @@ OFFERED = {
 }
 REFUSED = {
     "v to the nearest bfloat16": Stored(FLOAT32, NEAREST),
-    "v as a byte of its eighth root": Stored(FLOAT32, root_code(3)),
-    "v as a byte of its root": Stored(FLOAT32, root_code(1)),
+    "v as a byte of its eighth root": Stored(FLOAT32, root_format(3)),
+    "v as a byte of its root": Stored(FLOAT32, root_format(1)),
 }
 
 
@@ -162,9 +162,9 @@ def study(
     exact = simulate(Stored(FLOAT32, FLOAT32), cases, steps, elements)
     errors = {}
     for name, stored in formats.items():
-        seen = simulate(stored, cases, steps, elements)
-        worst = 100 * (seen.q / exact.q - 1).abs().amax(0)
-        moved = 100 * (seen.x - exact.x).norm(dim=1) / exact.x.norm(dim=1)
+        narrow = simulate(stored, cases, steps, elements)
+        worst = 100 * (narrow.q / exact.q - 1).abs().amax(0)
+        moved = 100 * (narrow.x - exact.x).norm(dim=1) / exact.x.norm(dim=1)
         errors[name] = [Error(*pair) for pair in zip(worst.tolist(), moved.tolist(), strict=True)]
     return errors
 
@@ -198,7 +198,7 @@ def study_table(record: Mapping[str, Any]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the whole study, print it, and keep it if asked to."""
+    """Run the study, print it, and write it to `--keep`."""
     parser = argparse.ArgumentParser(prog="ngn_bench.lab.formats_study", description=__doc__)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="also write the record there")
     args = parser.parse_args(arguments)

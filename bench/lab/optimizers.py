@@ -1,4 +1,4 @@
-"""Every optimizer of the paper's experiments, by name, behind one way to make it and to step it.
+"""Every optimizer of the paper's experiments, by name, with one function to make it and one to step it.
 
 `make("ngn-m", params, lr=1.0)` builds one; `step` hands the loss to those that use it.
 Names are compared without case and punctuation: `NGNM`, `ngn-m` and `NGN-M` are the same.
@@ -69,7 +69,7 @@ class Entry:
 def _of(
     module: str, name: str, beta_options: Callable[[Betas], dict[str, Any]], **rest: Any
 ) -> Make:
-    """The class `name` of a module; `beta_options` says under which names it takes its betas."""
+    """The class `name` of a module; `beta_options` names the options for its betas."""
 
     def make(
         params: Iterable[Tensor], lr: float, betas: Betas, weight_decay: float, **stored: Any
@@ -204,18 +204,18 @@ def make(
 
 
 def storage(state: str | None, rounding: str | None) -> dict[str, Any]:
-    """What `--state` and `--rounding` ask of an optimizer; `8bit+bfloat16` names m and v."""
+    """The optimizer's options for `--state` and `--rounding`; `8bit+bfloat16` names m and v."""
     if state is None and rounding is None:
         return {}
     m, plus, v = (state or "float32").partition("+")
     try:
-        asked = Storage.of((m, v) if plus else m, rounding or "nearest")
+        chosen = Storage.of((m, v) if plus else m, rounding or "nearest")
     except ValueError:
         raise BenchError(
             f"--state {state}: must be one of {', '.join(STATE_FORMATS)}, or two of them for m and "
             "v, such as 8bit+bfloat16"
         ) from None
-    return {"state": asked.given, "rounding": asked.rounding}
+    return {"state": chosen.given, "rounding": chosen.rounding}
 
 
 def step(name: str, optimizer: Optimizer, loss: Tensor | float) -> None:
@@ -227,7 +227,7 @@ def step(name: str, optimizer: Optimizer, loss: Tensor | float) -> None:
 
 
 def observe(optimizer: Optimizer, on: bool) -> None:
-    """Ask an optimizer to note its next step size where noting it costs something."""
+    """Make an optimizer record its next step size where that costs time."""
     if hasattr(optimizer, "observed"):
         optimizer.observed = on
 

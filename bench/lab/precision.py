@@ -1,7 +1,7 @@
-"""What the kept records say of narrow state: docs/precision.md's tables and picture.
+"""docs/precision.md's tables and picture, from the kept records of runs with narrow state.
 
 `precision.json` in the folder of kept records lists the sweeps, as `sweeps.json` does for
-docs/stability.md; one of them has runs of several formats, which are told apart by their options.
+docs/stability.md; one of them has runs of several formats, which differ in their options.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a record says: scores by optimizer and step size, and how wide the good range is."""
+"""Scores of a record by optimizer and step size, and the width of the good range."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ class Results:
         self.metric: str = runs[0]["metric"]
         self.task: str = runs[0]["spec"]["task"]
         options = runs[0]["spec"]["options"]
-        told = {
+        shown = {
             key: options[key]
             for key in ("loss_floor", "state", "dtype", "rounding")
             if key in options
         }
         self.title = ", ".join(
-            [self.task, *(f"{k.replace('_', ' ')} {v}" for k, v in told.items())]
+            [self.task, *(f"{k.replace('_', ' ')} {v}" for k, v in shown.items())]
         )
         self.runs = runs
         grouped: dict[str, dict[float, list[Run]]] = {}

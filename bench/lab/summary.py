@@ -1,4 +1,4 @@
-"""What the kept records say, over all tasks: one table, one picture, and what is still missing.
+"""All kept records: one table, one picture, and the runs that are still missing.
 
 `sweeps.json` in the folder of kept records lists the sweeps: a title, the folder of the record, the
 commands that make it, the pictures that the docs show. The commands say which runs there should be.
@@ -6,7 +6,6 @@ commands that make it, the pictures that the docs show. The commands say which r
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BenchError
 from ..pages.plots import record_digest
-from ..report import Table, columns, markdown_table
+from ..report import Table, columns, markdown_table, parse_json
 from . import figures
 from .results import AT_BOUND, Results, bound_shares, grid_table, number, skipped_note
 from .sweep import Record, require_one_problem
@@ -32,7 +31,7 @@ UNSURE = "*"
 
 @dataclass(frozen=True)
 class Kept:
-    """A sweep whose record is kept: what was asked for, and what is there."""
+    """A sweep whose record is kept: the runs of its commands, and those that are recorded."""
 
     title: str
     folder: Path
@@ -74,22 +73,15 @@ def load(
 
     A sweep of the index may use the runs of other folders `also`.
     """
-    path = folder / index
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BenchError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise BenchError(f"{path} is not JSON: {error}") from None
     kept = []
-    for entry in entries:
+    for entry in parse_json(folder / index):
         wanted = [spec for command in entry["commands"] for spec in planned(command)]
-        asked = set(wanted)
+        chosen = set(wanted)
         runs = [
             run
             for place in (entry["folder"], *entry.get("also", ()))
             for run in Record(folder / place / "runs.jsonl").read()
-            if RunSpec.from_json(run["spec"]) in asked
+            if RunSpec.from_json(run["spec"]) in chosen
         ]
         require_one_problem(runs)
         kept.append(
@@ -361,7 +353,7 @@ def _section(sweep: Kept) -> str:
 
 
 def replaced(text: str, parts: dict[str, str], path: Path) -> str:
-    """The text with each of its generated parts made anew; all parts with markers must be known."""
+    """The text with each of its generated parts replaced; raises for an unknown part."""
 
     def part(match: re.Match[str]) -> str:
         name = match[1]

@@ -1,7 +1,7 @@
 """Many runs: in parallel, in an append-only record, and never twice.
 
 The record is a file of one JSON object per line. A run is written when it is finished, in one
-piece, so a killed sweep loses only the runs under way; the same command goes on from there.
+piece, so a killed sweep loses only unfinished runs; the same command continues it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Record:
 
     @contextmanager
     def writer(self) -> Iterator[Callable[[Run], None]]:
-        """A function that appends one run and returns when it is on the disk, whole or not at all."""
+        """A function that appends one run and returns when it is on the disk; appends are atomic."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
             _lock(file.fileno(), self.path)
@@ -81,7 +81,7 @@ class Record:
                     file.truncate(end)
                     raise BenchError(
                         f"cannot write {self.path}: {error.strerror}. The finished runs are kept: "
-                        "make room, and the same command goes on from there"
+                        "free some disk space, and run the same command again"
                     ) from error
 
             yield append
@@ -102,8 +102,7 @@ def _lock(descriptor: int, path: Path) -> None:
 def require_one_problem(runs: Iterable[Run], new: tuple[RunSpec, Run] | None = None) -> None:
     """Refuse runs of one task that were done on different versions of it, or on other data.
 
-    `new` is what the runs to come will say of themselves. Older records say less; what they do not
-    say is not compared.
+    `new` is the identity of the runs to come. Older records lack some of it, which is not compared.
     """
     seen: dict[tuple[Any, ...], tuple[Any, RunSpec]] = {}
     facts = [(RunSpec.from_json(run["spec"]), run) for run in runs]
@@ -125,23 +124,23 @@ def require_one_problem(runs: Iterable[Run], new: tuple[RunSpec, Run] | None = N
 
 @contextmanager
 def _progress(forecast: Forecast, total: int) -> Iterator[Callable[[Run], None]]:
-    """Told of each finished run: a bar on a terminal, a line now and then elsewhere."""
+    """A function to call with each finished run: draws a bar on a terminal, prints lines elsewhere."""
     terminal = sys.stderr.isatty()
-    said = time.monotonic()
+    printed = time.monotonic()
     done = 0
 
-    def tell(run: Run) -> None:
-        nonlocal done, said
+    def show_finished(run: Run) -> None:
+        nonlocal done, printed
         done += 1
         spec, now, left = run["spec"], time.monotonic(), spoken(forecast.left())
         outcome = "diverged" if run["status"] == "diverged" else f"{run['curve'][-1]['score']:.2f}"
         show(done / total, f"{spec['optimizer']} at {spec['lr']:g}: {outcome}, {left} left")
-        if not terminal and (now - said >= 20 or done == total):
-            said = now
+        if not terminal and (now - printed >= 20 or done == total):
+            printed = now
             print(f"{done}/{total} runs, about {left} left", file=sys.stderr, flush=True)
 
     with progress_bar(f"{total} runs") as show:
-        yield tell
+        yield show_finished
 
 
 def sweep(
@@ -152,17 +151,17 @@ def sweep(
     Runs are done seed by seed, so that a sweep stopped early still shows every step size.
     """
     wanted = sorted(dict.fromkeys(specs), key=lambda spec: spec.seed)
-    asked = set(wanted)
+    chosen = set(wanted)
     with record.writer() as append:
         kept = [run for run in record.read() if _belongs(run, wanted)]
         done = {RunSpec.from_json(run["spec"]) for run in kept}
         require_one_problem(kept)
         missing = [spec for spec in wanted if spec not in done]
-        if done & asked:
-            print(f"{len(done & asked)} runs are in the record already", file=sys.stderr)
+        if done & chosen:
+            print(f"{len(done & chosen)} runs are in the record already", file=sys.stderr)
         if missing:
             _do(missing, kept, append, machine, min(processes, len(missing)))
-    return [run for run in record.read() if RunSpec.from_json(run["spec"]) in asked]
+    return [run for run in record.read() if RunSpec.from_json(run["spec"]) in chosen]
 
 
 def _belongs(run: Run, wanted: Sequence[RunSpec]) -> bool:
@@ -180,7 +179,7 @@ def _do(
     machine: Machine,
     processes: int,
 ) -> None:
-    """Say how long it will take, then do the runs and record each as it is finished."""
+    """Print a forecast, then do the runs and record each as it is finished."""
     failures: list[tuple[RunSpec, str]] = []
     with _workers(processes) as pool:
         measured = _measured(pool, missing, machine)
@@ -188,7 +187,7 @@ def _do(
         forecast = Forecast(missing, measured.seconds, processes)
         if measured.identity:
             print(announcement(forecast, missing[0], machine.threads), file=sys.stderr, flush=True)
-        with _progress(forecast, len(missing)) as tell:
+        with _progress(forecast, len(missing)) as show_finished:
             for spec, outcome in _execute(pool, missing, machine, processes):
                 if isinstance(outcome, str):
                     failures.append((spec, outcome))
@@ -196,7 +195,7 @@ def _do(
                     continue
                 append(outcome)
                 forecast.finish(spec, outcome)
-                tell(outcome)
+                show_finished(outcome)
     if failures:
         raise _failed(failures, len(missing))
 
@@ -211,7 +210,7 @@ def _measured(
         return pool.submit(measure, specs, machine).result()
     except (BenchError, BrokenExecutor):
         raise
-    except Exception:  # the runs themselves will say what is wrong
+    except Exception:  # the runs themselves report the error
         return Measured(dict.fromkeys((spec.optimizer for spec in specs), 0.0), {})
 
 
@@ -238,7 +237,7 @@ def _workers(processes: int) -> Iterator[ProcessPoolExecutor | None]:
             yield pool
         except BrokenExecutor as error:
             raise BenchError(
-                "a worker process was killed, perhaps for want of memory: use fewer --processes. "
+                "a worker process was killed, perhaps because memory ran out: use fewer --processes. "
                 "The finished runs are in the record."
             ) from error
         except BaseException:

@@ -203,20 +203,27 @@ def _shift_and_flip(pixels: Tensor) -> Tensor:
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def _images(setup: Setup, split: data.Split) -> tuple[data.Images, data.Images]:
+def _images(setup: Setup, split: data.Split) -> data.Split:
     """The split, with the test images cut down as the set-up says."""
     count = setup.held_out(len(split.test.labels))
-    return split.train, data.Images(split.test.images[:count], split.test.labels[:count])
+    return split._replace(test=data.Images(split.test.images[:count], split.test.labels[:count]))
+
+
+def _mlp(
+    setup: Setup, split: data.Split, prepare: Prepare, epochs: float, batch_size: int
+) -> Problem:
+    """An MLP of 2×100 on grey images."""
+    model = models.MLP(split.train.images[0].numel(), (setup.size(100), setup.size(100)), 10)
+    problem = Classification(
+        model, split.train, split.test, setup.epochs(epochs), setup.batch(batch_size), prepare
+    )
+    return problem.configure(watch=("hidden.0.weight", "hidden.1.weight", "head.weight"))
 
 
 @task("digits-mlp")
 def digits_mlp(setup: Setup) -> Problem:
     """MLP of 2×100 on scikit-learn's digits, 15 epochs of batches of 32; needs no data files."""
-    train, test = data.digits()
-    model = models.MLP(64, (setup.size(100), setup.size(100)), 10)
-    prepare = _normalised((0.3053,), (0.3760,))
-    problem = Classification(model, train, test, setup.epochs(15), setup.batch(32), prepare)
-    return problem.configure(watch=("hidden.0.weight", "hidden.1.weight", "head.weight"))
+    return _mlp(setup, data.digits(), _normalised((0.3053,), (0.3760,)), 15, 32)
 
 
 def smoothed_floor(smoothing: float, classes: int) -> float:
@@ -243,20 +250,14 @@ def digits_noisy(setup: Setup) -> Problem:
     drawn = torch.randint(10, (len(train.labels),), generator=generator)
     noisy = torch.rand(len(drawn), generator=generator) < 0.3
     train = data.Images(train.images, torch.where(noisy, drawn, train.labels))
-    model = models.MLP(64, (setup.size(100), setup.size(100)), 10)
-    prepare = _normalised((0.3053,), (0.3760,))
-    problem = Classification(model, train, test, setup.epochs(5), setup.batch(4), prepare)
-    return problem.configure(watch=("hidden.0.weight", "hidden.1.weight", "head.weight"))
+    return _mlp(setup, data.Split(train, test), _normalised((0.3053,), (0.3760,)), 5, 4)
 
 
 @task("mnist-mlp")
 def mnist_mlp(setup: Setup) -> Problem:
     """MLP of 2×100 on MNIST, 10 epochs of batches of 128."""
-    train, test = _images(setup, data.mnist(setup.data_dir))
-    model = models.MLP(784, (setup.size(100), setup.size(100)), 10)
-    prepare = _normalised((0.1307,), (0.3081,))
-    problem = Classification(model, train, test, setup.epochs(10), setup.batch(128), prepare)
-    return problem.configure(watch=("hidden.0.weight", "hidden.1.weight", "head.weight"))
+    split = _images(setup, data.mnist(setup.data_dir))
+    return _mlp(setup, split, _normalised((0.1307,), (0.3081,)), 10, 128)
 
 
 def _cifar(

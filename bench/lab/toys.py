@@ -150,7 +150,7 @@ def rosenbrock_function(x: Tensor) -> tuple[float, Tensor]:
 
 
 def rosenbrock(data_dir: Path, iterations: int = 100_000) -> Toy:
-    """Rosenbrock from (−1.2, 1): the way to (1, 1), for each step size."""
+    """Rosenbrock from (−1.2, 1): the trajectory to (1, 1), for each step size."""
     contenders, lrs = ("ngn-m", "sgdm"), [float(f"1e{k}") for k in range(-3, 3)]
     threshold = 1e-10
     runs = {
@@ -257,7 +257,7 @@ def many_minima_function(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def many_starts(method: str, starts: np.ndarray, lr: float, iterations: int) -> np.ndarray:
     """End points of NGN-M or SGDM (zero buffer) from many starts at once, in float64.
 
-    Written out for speed; the tests hold it equal to `NGNM` and to the lab's SGDM.
+    Written out for speed; tests compare it with `NGNM` and the lab's SGDM.
     """
     x, m = starts.astype(np.float64).copy(), np.zeros(len(starts))
     with np.errstate(all="ignore"):

@@ -26,9 +26,9 @@ Run = dict[str, Any]
 """The record of a run, as it stands in `runs.jsonl`."""
 
 SAMPLES = 100
-"""About how often a run looks at its step sizes and updates."""
+"""About how many samples of step sizes and updates a run records."""
 EARLY = 50
-"""So many first steps are all looked at: step sizes change most there."""
+"""All of the first steps are sampled: step sizes change most there."""
 
 
 PARAMETERS = {"mixed": torch.float32, "bfloat16": torch.bfloat16}
@@ -95,7 +95,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def run(spec: RunSpec, machine: Machine) -> Run:
-    """Train once. A run that diverges ends early and says so; it is a result like any other."""
+    """Train once. A run that diverges ends early and is a result like any other."""
     start = time.perf_counter()
     with threads(machine.threads):
         problem = build(spec, machine)
@@ -125,7 +125,7 @@ IDENTITY = ("metric", "steps", "parameters", "version", "data")
 
 
 def identity(problem: Problem) -> dict[str, Any]:
-    """What a run says of its problem: runs of one task, scale and seed agree on all of it."""
+    """The facts on which runs of one task, scale and seed must agree."""
     values = (
         problem.metric,
         problem.steps,
@@ -187,12 +187,12 @@ def _spread(count: int, steps: int) -> set[int]:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no infinity: what overflowed is noted as missing."""
+    """JSON has no infinity: a number that overflowed is recorded as missing."""
     return value if value is not None and math.isfinite(value) else None
 
 
 class Training:
-    """The training loop and what it notes down.
+    """The training loop and what it records.
 
     `curve` holds, per evaluation, the mean training loss since the last one and the held-out loss
     and score. `telemetry` holds, per sample, the batch's loss, the step size γ, and for each
@@ -246,7 +246,7 @@ class Training:
                 return
 
     def backward(self, batch: Batch) -> Tensor:
-        """Gradients and loss of a batch, in micro-batches if they are asked for, then clipping."""
+        """Gradients and loss of a batch, in micro-batches if `--micro-batch` is given, then clipped."""
         problem = self.problem
         batch = tuple(part.to(problem.device) for part in batch)
         size = self.micro_batch or len(batch[0])
@@ -276,10 +276,10 @@ class Training:
         except ArithmeticError:
             return False
         if sample:
-            self.note(float(loss), before)
+            self.sample(float(loss), before)
         return True
 
-    def note(self, loss: float, before: dict[str, Tensor]) -> None:
+    def sample(self, loss: float, before: dict[str, Tensor]) -> None:
         """Add the last step's loss and sizes to the telemetry."""
         self.telemetry["step"].append(self.step)
         self.telemetry["loss"].append(loss)

@@ -159,8 +159,7 @@ def _ratio_panel(
     axes.tick_params(length=0, colors=INK)
     axes.grid(axis="x", color=PALE, lw=0.6)
     axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     name, _, size = workload_title(baseline).partition(": ")
     time = f"fused AdamW {duration(baseline['time']['median'])}"
     size = size.replace(" parameters", "")
@@ -210,8 +209,7 @@ def plot_train(record: dict[str, Any], path: Path) -> None:
         axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
         axes.tick_params(length=0, colors=INK)
         axes.set_xlabel("ms per iteration", color=MUTED, fontsize=8)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
         axes.set_title(f"{task}, {rows[0]['description']}", loc="left", fontsize=9, color=INK)
     figure.suptitle(
         "A training iteration: forward and backward (grey), optimizer (green)",
@@ -276,8 +274,7 @@ def plot_roofline(record: dict[str, Any], path: Path) -> None:
     )
     for axes in (left, right):
         axes.tick_params(length=0, colors=INK)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(machine_line(record["environment"]), fontsize=8, color=MUTED)
     save(figure, path, record)
 
@@ -319,8 +316,7 @@ def plot_projection(record: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("GPUs, 8 in a node", color=INK)
         axes.grid(color=PALE, lw=0.6)
         axes.tick_params(length=0, colors=INK)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
     right.set_xlim(right=gpus[-1] * 4)
     figure.suptitle("PROJECTION from latencies, not measured", fontsize=12, weight="bold")
     figure.supxlabel(

@@ -144,7 +144,7 @@ def loops_sentence(record: dict[str, Any]) -> str:
         if row["ratio"] is not None and row["contender"] != BASELINE
     ]
     if not parts:
-        raise BenchError("the record of training loops holds no ratio to fused AdamW")
+        raise BenchError("the record of training loops has no ratio to fused AdamW")
     return (
         "A whole training iteration, relative to the same one with fused AdamW, took "
         f"{', '.join(parts)}. {_measured(record)}"
@@ -208,7 +208,7 @@ def words_section() -> str:
 
 
 def bytes_section() -> str:
-    """What each rule moves, in bytes, beside an AdamW whose state is float32 as well; and what it
+    """What each rule moves, in bytes, compared with an AdamW whose state is float32 as well; and what it
     moves with narrow state."""
     adamw = dataclasses.replace(PASSES["AdamW"], wide_state=True)
     headings = columns(
@@ -242,7 +242,7 @@ SHOWN_FORMATS = (
 
 
 def _formats_table() -> str:
-    """Bytes that a step moves, and that the state holds, per parameter, by rule and format."""
+    """Bytes that a step moves, and bytes of state, per parameter, by rule and format."""
     headings = ["rule: moved / state"]
     for state, rounding, dtype in SHOWN_FORMATS:
         exact = ", exact" if rounding == "exact" else ""
@@ -253,8 +253,8 @@ def _formats_table() -> str:
         line = [_class_names(variants)]
         for state, rounding, dtype in SHOWN_FORMATS:
             narrow = stored(passes, storage_of(state, rounding))
-            moved, held = narrow.floor_bytes(dtype), narrow.state_bytes(dtype)
-            line.append(f"{bytes_text(moved)} / {bytes_text(held)}")
+            moved, kept = narrow.floor_bytes(dtype), narrow.state_bytes(dtype)
+            line.append(f"{bytes_text(moved)} / {bytes_text(kept)}")
         cells.append(line)
     return markdown_table(Table("", columns(*headings), cells))
 

@@ -1,4 +1,4 @@
-"""What step() costs the host for 300 tensors on a GPU, apart from the launches and small copies.
+"""The host's time of a step() of 300 tensors on a GPU, without the launches and small copies.
 
 The GPU path runs on CPU tensors, with launches that do nothing.
 """

@@ -34,7 +34,7 @@ def parameters(request: pytest.FixtureRequest) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", [*FUSED, "adamw:fused", "sgd:fused"])
 def test_step(name: str, parameters: list[torch.Tensor], benchmark: Callable[..., Any]) -> None:
-    """One whole step() of a contender that gives the right answer."""
+    """One whole step() of a contender whose steps are right."""
     backend = name.partition(":")[2]
     if BACKEND_STATUS.get(backend, "ok") != "ok":
         pytest.skip(BACKEND_STATUS[backend])

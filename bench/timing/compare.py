@@ -54,7 +54,7 @@ class Comparison:
 def compare(
     old: dict[str, Any], new: dict[str, Any], threshold: float = THRESHOLD, metric: str = "time"
 ) -> Comparison:
-    """Match the rows of two records and tell changes from noise.
+    """Match the rows of two records and distinguish changes from noise.
 
     The noise band of a row is the sum of both runs' spreads (half the distance between the
     quartiles), and at least `threshold`. The metric "ratio" compares ratios to fused AdamW, which
@@ -119,7 +119,7 @@ def _timed_rows(record: dict[str, Any], metric: str) -> Rows:
 
 
 def _failures(old_rows: Rows, record: dict[str, Any]) -> dict[Key, str]:
-    """Contenders that were asked for and gave no time, with the reason."""
+    """Contenders of the run that have no time, with the reason."""
     failures = {
         _key(row): row["note"]
         for row in record["rows"]

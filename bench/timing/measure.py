@@ -183,8 +183,8 @@ def measure(
     """Time all lanes in turns for about `seconds`. Returns False if the user interrupted.
 
     Each round visits every lane once, forwards and backwards in alternation, so that slow changes
-    of the machine meet all lanes alike. A visit is a block of several runs; where runs are short,
-    the first is not timed, because the caches still hold the previous lane's data. A lane that is
+    of the machine affect all lanes alike. A visit is a block of several runs; where runs are short,
+    the first is not timed, because the caches still contain the previous lane's data. A lane that is
     much slower than the others is visited only twice, so that they get their rounds. A lane that
     raises is marked with its failure and left out from then on.
     """
@@ -222,7 +222,7 @@ def _calibrate(lanes: Sequence[Lane], clock: Clock) -> dict[str, float]:
             if length < SHORT_SECONDS:
                 length = min(length, *(lane.step(clock).wall for _ in range(2)))
             lengths[lane.name] = length
-        except Exception as error:  # a contender may fail in any way; the others go on
+        except Exception as error:  # a contender may fail in any way; the others continue
             lane.failure = f"{type(error).__name__}: {error}"
     return lengths
 
@@ -272,7 +272,7 @@ def _visit(lane: Lane, clock: Clock, length: float, block: float) -> None:
 
 
 def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most memory that torch held during `run` beyond what it held before."""
+    """The peak of torch's memory during `run`, above what was allocated before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -280,7 +280,7 @@ def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    # The profiler's library announces itself on stderr unless told otherwise.
+    # The profiler's library writes a line to stderr by default.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -289,9 +289,9 @@ def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    held = peak = 0
+    used = peak = 0
     for event in sorted(events, key=lambda event: event.get("ts", 0)):
         if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0:
-            held += event["args"]["Bytes"]
-            peak = max(peak, held)
+            used += event["args"]["Bytes"]
+            peak = max(peak, used)
     return peak

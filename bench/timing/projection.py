@@ -43,14 +43,14 @@ def hops(algorithm: str, gpus: int) -> float:
 
 
 def all_gather(gpus: int, sent: int = MESSAGE) -> float:
-    """Seconds; a ring, the only way that NCCL has for it with several GPUs in a node."""
+    """Seconds; by a ring, NCCL's only algorithm for it with several GPUs in a node."""
     return BASE["ring"] + hops("ring", gpus) + sent * gpus / BYTES_PER_SECOND[gpus > PER_NODE]
 
 
 def all_reduce(gpus: int, sent: int = NORM) -> float:
-    """Seconds, there and back again; NCCL takes the shorter of its ways."""
-    ways = [BASE[way] + 2 * hops(way, gpus) for way in ("ring", "tree")]
-    return min(ways) + 2 * sent / BYTES_PER_SECOND[gpus > PER_NODE]
+    """Seconds of a reduction and a broadcast, by the faster of NCCL's algorithms."""
+    times = [BASE[algorithm] + 2 * hops(algorithm, gpus) for algorithm in ("ring", "tree")]
+    return min(times) + 2 * sent / BYTES_PER_SECOND[gpus > PER_NODE]
 
 
 def project() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`ngn-bench ranks`: a step on several local processes, NGN-MDv1 beside torch's fused AdamW."""
+"""`ngn-bench ranks`: a step on several local processes, NGN-MDv1 and torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 from ..errors import BenchError
 from ..report import Progress, Table, columns, duration, size, spread_text
 
-SIDE = 32  # every rank holds matrices of 32 × 32, whatever the layout
+SIDE = 32  # every rank has matrices of 32 × 32, whatever the layout
 WARM_UP = 3
 MIN_ROUNDS = 5
 LEARNING_RATE = 1e-3
-PATIENCE = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=120)
 # What a step may call, with the position of what this rank sends.
 COLLECTIVES = {"all_gather": 1, "all_gather_into_tensor": 1, "all_reduce": 0}
 LAYOUTS = {"alone": "alone", "ddp": "DDP", "fsdp2": "FSDP2"}
@@ -52,8 +52,8 @@ class RanksSettings:
 
 
 @dataclass
-class Talk:
-    """What a step said to other ranks, and how long that took."""
+class Traffic:
+    """What a rank sent in the collectives of a step, and how long these took."""
 
     seconds: float = 0.0
     count: int = 0
@@ -82,9 +82,9 @@ class Trained:
     model: nn.Module
     optimizer: Optimizer
     step: Callable[[Tensor], object]
-    whole: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)
-    talk: Talk = field(default_factory=Talk)
+    traffic: Traffic = field(default_factory=Traffic)
 
     def iterate(self, x: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -92,37 +92,37 @@ class Trained:
         loss.backward()
         if dist.is_initialized():
             dist.barrier()
-        with listening() as self.talk:
+        with timed_collectives() as self.traffic:
             start = time.perf_counter()
             self.step(loss)
             seconds = time.perf_counter() - start
-        self.whole.append(seconds)
-        self.outside.append(seconds - self.talk.seconds)
+        self.seconds.append(seconds)
+        self.outside.append(seconds - self.traffic.seconds)
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Talk]:
+def timed_collectives() -> Iterator[Traffic]:
     """Time the collectives that are called inside, and count them and their bytes."""
-    talk = Talk()
+    traffic = Traffic()
     original = {name: getattr(dist, name) for name in COLLECTIVES}
 
-    def noted(name: str) -> Callable[..., Any]:
+    def timed(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return original[name](*args, **kwargs)
             finally:
-                talk.seconds += time.perf_counter() - start
+                traffic.seconds += time.perf_counter() - start
                 sent = args[COLLECTIVES[name]]
-                talk.count += 1
-                talk.bytes += sent.numel() * sent.element_size()
+                traffic.count += 1
+                traffic.bytes += sent.numel() * sent.element_size()
 
         return call
 
     for name in COLLECTIVES:
-        setattr(dist, name, noted(name))
+        setattr(dist, name, timed(name))
     try:
-        yield talk
+        yield traffic
     finally:
         for name, function in original.items():
             setattr(dist, name, function)
@@ -153,7 +153,7 @@ def make_trained(layout: str, name: str, tensors: int) -> Trained:
 
 
 def count_collectives(trained: Trained, x: Tensor) -> int:
-    """The same count by torch itself, which sees more than the functions that are listened to."""
+    """The collectives of a step as torch counts them, which are more than those of `COLLECTIVES`."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     trained.optimizer.zero_grad()
@@ -181,12 +181,12 @@ def same_bits(trained: Trained) -> bool | None:
     return len(set(digests)) == 1
 
 
-def _go_on(rounds: int, deadline: float) -> bool:
-    """What rank 0 says, so that all ranks stop after the same round."""
-    go_on = torch.tensor([rounds < MIN_ROUNDS or time.perf_counter() < deadline])
+def _continues(rounds: int, deadline: float) -> bool:
+    """Rank 0's decision, so that all ranks stop after the same round."""
+    more = torch.tensor([rounds < MIN_ROUNDS or time.perf_counter() < deadline])
     if dist.is_initialized():
-        dist.broadcast(go_on, 0)
-    return bool(go_on)
+        dist.broadcast(more, 0)
+    return bool(more)
 
 
 def measure_here(tensors: int, seconds: float) -> list[dict[str, Any]]:
@@ -200,11 +200,11 @@ def measure_here(tensors: int, seconds: float) -> list[dict[str, Any]]:
         for trained in all_trained:
             trained.iterate(torch.randn(SIDE, generator=generator))
     for trained in all_trained:
-        trained.whole.clear()
+        trained.seconds.clear()
         trained.outside.clear()
     gc.disable()
     rounds, deadline = 0, time.perf_counter() + seconds
-    while _go_on(rounds, deadline):
+    while _continues(rounds, deadline):
         for trained in all_trained if rounds % 2 == 0 else reversed(all_trained):
             trained.iterate(torch.randn(SIDE, generator=generator))
         rounds += 1
@@ -216,18 +216,18 @@ def _row(ranks: int, trained: Trained, x: Tensor) -> dict[str, Any]:
     name = f"{trained.optimizer_name} ({LAYOUTS[trained.layout]}, {processes_text(ranks)})"
     if ranks > 1:
         seen = count_collectives(trained, x)
-        if seen != trained.talk.count:
-            raise BenchError(f"{name}: {seen} collectives in a step, timed {trained.talk.count}")
+        if seen != trained.traffic.count:
+            raise BenchError(f"{name}: {seen} collectives in a step, timed {trained.traffic.count}")
     if getattr(trained.optimizer, "skipped_steps", 0):
-        raise BenchError(f"{name} skipped steps, so its times say nothing")
+        raise BenchError(f"{name} skipped steps, so its times mean nothing")
     return {
         "ranks": ranks,
         "layout": trained.layout,
         "optimizer": trained.optimizer_name,
-        "time": _summary(trained.whole),
+        "time": _summary(trained.seconds),
         "outside": _summary(trained.outside),
-        "collectives": trained.talk.count,
-        "bytes": trained.talk.bytes,
+        "collectives": trained.traffic.count,
+        "bytes": trained.traffic.bytes,
         "same_bits": same_bits(trained),
     }
 
@@ -238,7 +238,7 @@ def _summary(seconds: Sequence[float]) -> dict[str, Any]:
     return {**numbers, "samples": len(seconds)}
 
 
-def _serve(rank: int, ranks: int, settings: RanksSettings, seconds: float, folder: str) -> None:
+def _run_rank(rank: int, ranks: int, settings: RanksSettings, seconds: float, folder: str) -> None:
     torch.set_num_threads(settings.threads)
     if ranks > 1:
         dist.init_process_group(
@@ -246,7 +246,7 @@ def _serve(rank: int, ranks: int, settings: RanksSettings, seconds: float, folde
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=ranks,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
         )
     rows = measure_here(settings.tensors, seconds)
     if rank == 0:
@@ -273,7 +273,7 @@ def run_ranks(settings: RanksSettings, progress: Progress) -> list[dict[str, Any
         progress(index / len(settings.ranks), processes_text(ranks))
         with tempfile.TemporaryDirectory() as folder:
             arguments = (ranks, settings, seconds, folder)
-            processes = mp.start_processes(_serve, arguments, ranks, join=False)
+            processes = mp.start_processes(_run_rank, arguments, ranks, join=False)
             try:
                 while not processes.join(1.0):
                     pass

@@ -56,7 +56,7 @@ def speeds(lanes: Sequence[Lane], moved: dict[str, int]) -> dict[str, float]:
 def memory_speed(bandwidth: dict[str, float]) -> float | None:
     """The memory bandwidth of a run: the faster of copying and updating in place.
 
-    Optimizers update in place. A copy shows less on most CPUs, where it also fetches the lines
+    Optimizers update in place. A copy reaches less on most CPUs, where it also fetches the lines
     that it overwrites.
     """
     return max((bandwidth[name] for name in MEMORY_KERNELS if name in bandwidth), default=None)
@@ -81,10 +81,6 @@ class Floor:
     bytes_per_parameter: float
     reduce: float
     apply: float
-
-    @property
-    def total(self) -> float:
-        return self.reduce + self.apply
 
 
 def floors(

@@ -215,7 +215,7 @@ def _run_workload(
             lane = _lane(contender, optimizer, loss, prepare, row, settings)
             if not model.finite():
                 raise ArithmeticError(f"its step leaves non-finite parameters in {row.dtype}")
-        except Exception as error:  # reported beside the contender
+        except Exception as error:  # shown with the contender
             row.note = f"failed: {first_line(error)}"
             model.fill()
             continue
@@ -229,7 +229,7 @@ def _run_workload(
     result.interrupted = not completed
     for name, speed in roofline.speeds(memory, moved).items():
         result.memory_bandwidth[name] = max(speed, result.memory_bandwidth.get(name, 0.0))
-    _fill_in(rows, lanes, _unfit_times(optimizers))
+    _fill_in(rows, lanes, _invalid_times(optimizers))
     result.rows += rows
 
 
@@ -291,17 +291,17 @@ def _next_of_same_shape(shapes: Sequence[Shape]) -> list[int]:
     return [turn[index] for index in range(len(shapes))]
 
 
-def _unfit_times(optimizers: dict[str, tuple[Optimizer, Model]]) -> dict[str, str]:
-    """Reasons not to show the time of some optimizers: they did not do the work."""
-    unfit = {}
-    spoilt = {id(model) for _, model in optimizers.values() if not model.finite()}
+def _invalid_times(optimizers: dict[str, tuple[Optimizer, Model]]) -> dict[str, str]:
+    """Why the times of some optimizers are not shown: they did not do the work."""
+    invalid = {}
+    non_finite = {id(model) for _, model in optimizers.values() if not model.finite()}
     for name, (optimizer, model) in optimizers.items():
         skipped = int(getattr(optimizer, "skipped_steps", 0))
-        if id(model) in spoilt:
-            unfit[name] = "parameters became non-finite while steps were timed"
+        if id(model) in non_finite:
+            invalid[name] = "parameters became non-finite while steps were timed"
         elif skipped:
-            unfit[name] = f"{skipped} of its steps were skipped"
-    return unfit
+            invalid[name] = f"{skipped} of its steps were skipped"
+    return invalid
 
 
 def _flush_bytes() -> int:
@@ -339,7 +339,7 @@ def _lane(
 
 def _state_bytes(optimizer: Optimizer) -> int:
     return sum(
-        _held_bytes(value)
+        _tensor_bytes(value)
         for state in optimizer.state.values()
         if isinstance(state, dict)
         for value in state.values()
@@ -347,18 +347,18 @@ def _state_bytes(optimizer: Optimizer) -> int:
     )
 
 
-def _held_bytes(tensor: Tensor) -> int:
-    """Of its memory; a tensor made of others holds what they do."""
+def _tensor_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor; of a wrapper subclass, those of its inner tensors."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return sum(_held_bytes(getattr(tensor, name)) for name in names)
+        return sum(_tensor_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
 
 
 def _fill_in(
     rows: Iterable[Row],
     lanes: Sequence[Lane],
-    unfit: dict[str, str],
+    invalid: dict[str, str],
 ) -> None:
     """Times that may be shown, and their ratios to the baseline."""
     summaries = {lane.name: summarise(lane) for lane in lanes}
@@ -367,8 +367,8 @@ def _fill_in(
     for row in by_name.values():
         if row.label in failures:
             row.note = f"failed: {failures[row.label]}"
-        elif row.label in unfit:
-            row.note = f"not shown: {unfit[row.label]}"
+        elif row.label in invalid:
+            row.note = f"not shown: {invalid[row.label]}"
         elif not row.note:
             row.time = summaries[row.label]
             row.note = "" if row.time else INTERRUPTED_NOTE

@@ -41,7 +41,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """`batch` and `context` of None are sized so that an iteration takes about a second."""
+    """Where `batch` or `context` is None, it is chosen so that an iteration takes about a second."""
 
     device: torch.device
     seconds: float
@@ -92,7 +92,7 @@ TASKS = (
 
 
 def plan_task(name: str, contenders: Sequence[Contender], settings: TrainSettings) -> Plan:
-    """Choose what is left open, and raise before anything is allocated if it cannot be trained."""
+    """Choose the sizes that are not given; raise before anything is allocated if it cannot be trained."""
     if name not in TASKS:
         raise unknown_name("training task", name, TASKS)
     if name in IMAGES:
@@ -136,8 +136,8 @@ def _image_batches(plan: Plan, device: torch.device) -> list[Batch]:
     shape = (plan.batch, *plan.input_shape)
     images = [torch.randn(shape, device=device) for _ in range(BATCHES)]
     labels = [torch.randint(10, (plan.batch,), device=device) for _ in range(BATCHES - 1)]
-    # The two lists run past each other: what has no pattern cannot be learnt by heart, and
-    # gradients do not vanish into slow denormal numbers.
+    # Lists of different lengths pair each image with changing labels: nothing can be memorised,
+    # and gradients do not vanish into slow denormal numbers.
     rounds = range(BATCHES * (BATCHES - 1))
     return [(images[i % BATCHES], labels[i % (BATCHES - 1)]) for i in rounds]
 
@@ -217,11 +217,11 @@ def _memory_needed(plan: Plan, contenders: Sequence[Contender]) -> tuple[int, in
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = model(inputs)
         logits.float().log_softmax(-1)
-    held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
+    saved = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
     for p in model.parameters():
-        held.pop(p.untyped_storage()._cdata, None)
+        saved.pop(p.untyped_storage()._cdata, None)
     # The gradient of the logits comes in two steps.
-    activations = sum(held.values()) + 2 * logits.nbytes
+    activations = sum(saved.values()) + 2 * logits.nbytes
     batches = BATCHES * inputs.nbytes * (2 if is_text else 1)
     parameters = sum(p.numel() for p in model.parameters())
     per_parameter = 4 + sum(
@@ -364,7 +364,7 @@ def _run_task(
             continue
         try:
             loops[contender.name] = loop = _make_loop(contender, task, settings, clock)
-        except Exception as error:  # reported beside the contender
+        except Exception as error:  # shown with the contender
             row.note = f"cannot run: {first_line(error)}"
             continue
         lanes.append(Lane(contender.name, loop.iterate))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import re
 import reprlib
@@ -17,12 +16,13 @@ from torch import nn
 from .. import models
 from ..environment import first_line
 from ..errors import BenchError, unknown_name
+from ..report import parse_json
 
 Shape = tuple[int, ...]
 
 MANY_SMALL = "many-small"
 NAMED = (*models.MODELS, MANY_SMALL)
-HINT = (
+FORMS = (
     "Also: one:64M (one tensor of 64 million), many:500x2K (500 tensors of 2,000), "
     "package.module:function (a model factory of your own), or --shapes file.json."
 )
@@ -44,11 +44,6 @@ class Workload:
     @property
     def tensors(self) -> int:
         return len(self.shapes)
-
-    @property
-    def title(self) -> str:
-        tensors = f"{self.tensors:,} tensor{'s' * (self.tensors != 1)}"
-        return f"{self.name}: {count(self.parameters)} parameters in {tensors}"
 
 
 def count(number: float) -> str:
@@ -91,7 +86,7 @@ def find_workload(name: str) -> Workload:
         return Workload(name, ((parse_count(size),),) * number)
     if ":" in name:
         return Workload(name, _factory_shapes(name))
-    raise unknown_name("workload", name, NAMED, HINT)
+    raise unknown_name("workload", name, NAMED, FORMS)
 
 
 def _factory_shapes(path: str) -> tuple[Shape, ...]:
@@ -104,7 +99,7 @@ def _factory_shapes(path: str) -> tuple[Shape, ...]:
         for part in attribute.split("."):
             factory = getattr(factory, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise BenchError(f"cannot find the model factory {path!r}: {error}\n{HINT}") from None
+        raise BenchError(f"cannot find the model factory {path!r}: {error}\n{FORMS}") from None
     except (Exception, SystemExit) as error:  # the user's own code can raise anything
         raise BenchError(
             f"cannot import {module_name!r}: {type(error).__name__}: {first_line(error)}"
@@ -137,16 +132,11 @@ def _factory_shapes(path: str) -> tuple[Shape, ...]:
 
 def read_shapes(path: Path) -> Workload:
     """A workload from a JSON file: a list of shapes, or an object from names to shapes."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BenchError(f"cannot read the shapes file {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise BenchError(f"the shapes file {path} is not JSON: {error}") from None
+    data = parse_json(path, "the shapes file ")
     wanted = "write a list of shapes, as [[512, 512], [512]], or an object from names to shapes"
     entries = list(data.values()) if isinstance(data, dict) else data
     if not isinstance(entries, list) or not entries:
-        raise BenchError(f"the shapes file {path} holds no list of shapes: {wanted}")
+        raise BenchError(f"the shapes file {path} has no list of shapes: {wanted}")
     shapes = []
     for index, entry in enumerate(entries):
         sizes = entry if isinstance(entry, list) else [entry]
@@ -157,5 +147,5 @@ def read_shapes(path: Path) -> Workload:
             raise BenchError(f"entry {index} of {path} has over 2^40 elements")
         shapes.append(tuple(sizes))
     if not any(math.prod(shape) for shape in shapes):
-        raise BenchError(f"the shapes file {path} holds only empty tensors")
+        raise BenchError(f"the shapes file {path} has only empty tensors")
     return Workload(f"shapes:{path.stem}", tuple(shapes))

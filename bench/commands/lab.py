@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLAIN = {"state": "float32", "rounding": "nearest", "dtype": "float32"}
-"""What the options of storage are where nobody asked: such runs do not mention them."""
+"""The defaults of the storage options, which specs leave out."""
 
 
 def add_places(parser: argparse._ActionsContainer) -> None:
