@@ -953,8 +953,8 @@ def test_compiled_code_is_not_compiled_again(what: str, tmp_path: Path) -> None:
 def test_a_gradient_of_zero_is_not_one_that_was_zeroed(change: str, backend: str) -> None:
     """As of an unused parameter, a new adapter or a head of zeros: others change it in place."""
     unused, w = Parameter(torch.ones(3)), Parameter(torch.ones(3))
-    optimizer = NGNM([unused, w], lr=0.1, backend=backend)
-    alone = NGNM([v := Parameter(torch.ones(3))], lr=0.1, backend=backend)
+    optimizer = NGNM.simple([unused, w], lr=0.1, backend=backend)
+    alone = NGNM.simple([v := Parameter(torch.ones(3))], lr=0.1, backend=backend)
     for _ in range(3):
         optimizer.zero_grad()
         for _ in range(4):
