@@ -49,6 +49,7 @@ class BackwardCounter:
         self._works = False  # whether the hooks on the witness have ever run
         self._task = -1
         self._version = 0
+        self._was_zero: bool | None = False
         self._cleared_is_known = False  # before this accumulation, as hooks on a tensor see it
         self._grad: Any = None  # weakly, where only its identity tells
 
@@ -73,7 +74,7 @@ class BackwardCounter:
         elif self._grad is not None and self._grad is not weakref.ref(grad):
             gone = True
         else:
-            gone = in_place and version(grad) != self._version and is_zero(grad)
+            gone = in_place and self._is_zeroed(grad)
         if gone:
             self.discard()
 
@@ -90,7 +91,7 @@ class BackwardCounter:
         sharded = is_sharded(param.grad)
         if sharded or param is not before:  # else no hook runs where its gradient is made
             self.present, self.count = True, int(param is not before)
-            self._version = version(param.grad)
+            self._note(param.grad)
             self._grad = weakref.ref(param.grad) if sharded else None
 
     def after_step(self, groups: Groups) -> None:
@@ -166,11 +167,11 @@ class BackwardCounter:
             return
         if grad is None:
             self.discard()
-        elif version(grad) != self._version:
-            zero = is_zero(grad)
-            if zero:
+        else:
+            zeroed = self._is_zeroed(grad)
+            if zeroed:
                 self.discard()
-            elif zero is None:
+            elif zeroed is None:
                 self.count = self.earlier = 0  # perhaps it was cleared
 
     def after_accumulation(self, grad: Tensor) -> None:
@@ -183,7 +184,7 @@ class BackwardCounter:
         self._grad = mark
         self._cleared_is_known = False
         self.present = self._works = True
-        self._version = version(grad)
+        self._note(grad)
         node = _outer_node()
         if node is None:
             self._count()
@@ -194,6 +195,18 @@ class BackwardCounter:
             self._count()
 
         handle = node.register_hook(after)
+
+    def _note(self, grad: Tensor) -> None:
+        self._version, self._was_zero = version(grad), is_zero(grad)
+
+    def _is_zeroed(self, grad: Tensor) -> bool | None:
+        """Whether it was zeroed in place since the last pass; None where that cannot be known.
+
+        Clipping and the averages of ranks change a gradient too, and one that was zero stays so.
+        """
+        if version(grad) == self._version or self._was_zero:
+            return False
+        return is_zero(grad)
 
     def _count(self) -> None:
         task = torch._C._current_graph_task_id()

@@ -1,11 +1,22 @@
-"""Warnings, and what errors say of other packages."""
+"""Warnings, who calls, and what errors say of other packages."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from types import FrameType
 
 INSIDE = ("ngn_kernels", "torch")
+
+
+def is_called_by(function: str) -> bool:
+    """Whether a function of this qualified name is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" == function:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
 from .checkpoint import SAVED, LoadedInto, load, plain_state
-from .distributed.dtensors import is_sharded, local
+from .distributed.dtensors import is_sharded
 from .distributed.exchange import ALONE, NOTHING_AGREED, Agreement, Alone, Exchange, Ranks, add_up
 from .formats import Storage
 from .hooks import entrance
 from .layout import Count, Reason, Size
 from .loss import PendingLoss, has_gradients, read_weight, whole_loss
-from .messages import FOREIGN_OPTIONS, warn
+from .messages import FOREIGN_OPTIONS, is_called_by, warn
 from .options import (
     PER_OPTIMIZER,
     SAVED_OPTIONS,
@@ -35,6 +35,9 @@ from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misp
 from .planning.rows import Participant
 from .planning.tables import DeviceTables, GroupValues, StepOptions
 from .rules import RULES, Rule
+
+# What makes optimizers create their state by a step at lr 0.
+INITIALISES_STATE = "torch.distributed.checkpoint.state_dict._init_optim_state"
 
 WARNINGS = {
     Reason.AMP_OVERFLOW: "the gradient scaler found an overflow; the step was skipped",
@@ -397,14 +400,13 @@ class NGNOptimizer(Optimizer):
         return plan
 
     def _only_creates_state(self) -> bool:
-        """torch.distributed.checkpoint makes optimizers create their state by such a step.
+        """Whether torch.distributed.checkpoint calls, which has optimizers create their state by a step.
 
-        It asks only optimizers without any, and with gradients of 0 that it made for every parameter.
+        Only the caller tells: a rank in training may have lr 0, no loss and gradients of 0, too.
         """
         if self.state or any(group["lr"] != 0 for group in self.param_groups):
             return False
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        return all(p.grad is not None and not local(p.grad).any() for p in params)
+        return is_called_by(INITIALISES_STATE)
 
     def _current(self, plan: Plan | None, exchange: Exchange | Alone) -> Plan | None:
         """The plan of the step before, if nothing but gradients has changed since."""

@@ -947,3 +947,28 @@ def test_compiled_code_is_not_compiled_again(what: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", str(script), what]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("change", ["clipping", "averaging"])
+def test_a_gradient_of_zero_is_not_one_that_was_zeroed(change: str, backend: str) -> None:
+    """As of an unused parameter, a new adapter or a head of zeros: others change it in place."""
+    unused, w = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    optimizer = NGNM.simple([unused, w], lr=0.1, backend=backend)
+    alone = NGNM.simple([v := Parameter(torch.ones(3))], lr=0.1, backend=backend)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(4):
+            loss = (w.square().sum() + 0 * unused.sum()) / 4
+            loss.backward()
+            optimizer.add_loss(loss)
+            if change == "clipping":
+                torch.nn.utils.clip_grad_norm_([unused, w], 1e9)
+            else:
+                for p in (unused, w):
+                    p.grad.mul_(1.0)
+        optimizer.step()
+        alone.zero_grad()
+        whole = v.square().sum()
+        whole.backward()
+        alone.step(loss=whole.detach())
+        assert float(optimizer.shrink) == pytest.approx(float(alone.shrink), rel=1e-6)

@@ -183,3 +183,27 @@ def test_a_plan_is_freed_at_once(backend: str) -> None:
         assert plan() is None
     finally:
         gc.enable()
+
+
+def test_a_parameter_joins_where_another_gradient_changes_its_type(backend: str) -> None:
+    p, q = Parameter(torch.ones(4)), Parameter(torch.ones(4))
+    p.grad_dtype = None
+    optimizer = NGNMDv1.simple([p, q], lr=0.1, backend=backend)
+    random_gradients([p], seed=0)
+    optimizer.step(loss=1.0)
+    p.grad, q.grad = torch.ones(4, dtype=torch.bfloat16), torch.ones(4)
+    pair = Pair(NGNMDv1, optimizer)
+    pair.step(1.0)
+    pair.check_step()
+
+
+def test_a_parameter_joins_where_another_gradient_is_refused(backend: str) -> None:
+    """Before any state is made."""
+    p, q = Parameter(torch.ones(4)), Parameter(torch.ones(4))
+    optimizer = NGNMDv1.simple([p, q], lr=0.1, backend=backend)
+    random_gradients([p], seed=0)
+    optimizer.step(loss=1.0)
+    p.grad, q.grad = torch.ones(4).to_sparse(), torch.ones(4)
+    with pytest.raises(TypeError, match="gradient of layout"):
+        optimizer.step(loss=1.0)
+    assert not optimizer.state.get(q)

@@ -60,9 +60,9 @@ class WatchedBackend(SimulatedBackend):
         super().__init__(gpu, kernels)
         self.launched: set[tuple[str, ...]] = set()
 
-    def _launch(self, name: str, bucket: Any, rule: Any, *rest: Any) -> None:
-        self.launched.add((name, *map(str, constants(name, rule, bucket.key).values())))
-        super()._launch(name, bucket, rule, *rest)
+    def launch(self, prepared: Any, name: str, rule: Any, *rest: Any) -> None:
+        self.launched.add((name, *map(str, constants(name, rule, prepared.key).values())))
+        super().launch(prepared, name, rule, *rest)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ decltype(auto) dispatch_apply(const Rule& rule, F&& f) {
 
 // Of a floating-point type; int8 and uint8 have no value without their scales.
 template <typename F>
-void dispatch_type(DType type, F&& f) {
+inline void dispatch_type(DType type, F&& f) {
   switch (type) {
     case DType::float64: return f(double{});
     case DType::float32: return f(float{});

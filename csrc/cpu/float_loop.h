@@ -69,8 +69,9 @@ class FloatColumn {
 
 // Full groups of LANES as vectors, the tail as scalars, through the same element function.
 template <bool RMS, bool REGULARISED, typename T>
-void reduce_elements(const T* x, const T* v, const T* g, int64_t n, const Coefficients<T> k,
-                  double* weighted, double* alignment) {
+void reduce_elements(const T* x, const T* v, const T* g, int64_t n, const Coefficients<T>& shared, double* weighted,
+                     double* alignment) {
+  const Coefficients<T> k = shared;  // no store can change the copy; as an argument it would be copied through memory
   constexpr int width = VectorOf<T>::lanes, vectors = LANES / width;
   Vec<T> weighted_vector[vectors] = {}, alignment_vector[vectors] = {};
   int64_t i = 0;

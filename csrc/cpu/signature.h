@@ -147,7 +147,7 @@ class Signature {
   }
 
   // Compare all tensors with those of the plan. GROWN: they are the same, but parameters without a row have gradients.
-  // Unless that or STALE, write the gradients' addresses into the columns (0 for none, UNUSUAL_ADDRESS where a gradient
+  // Unless STALE, write the gradients' addresses into the columns (0 for none, UNUSUAL_ADDRESS where a gradient
   // must be checked), and keep references to the gradients.
   Guard check(const py::object& groups, const py::dict& state) {
     if (!same_groups(groups) || !same_state(state)) return STALE;
@@ -157,7 +157,6 @@ class Signature {
     for (size_t i = 0; i < rows_.size(); ++i) {
       if (is_stale(rows_[i])) return STALE;
     }
-    if (grown) return GROWN;
     Guard found = SAME;
     for (size_t i = 0; i < rows_.size(); ++i) {
       gradients_[i] = gradient_of(rows_[i].param.ptr());
@@ -169,7 +168,7 @@ class Signature {
       }
       *slots_[i] = address;
     }
-    return found;
+    return grown ? GROWN : found;
   }
 
   // The gradients that check() has found, in the order of the rows; None where there is none.

@@ -82,6 +82,17 @@ class Ranks:
         self.replicas = replicas
         self.loss_reduction = loss_reduction
 
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # it never changes, and a process group has no copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.reduce_group not in ("auto", None):
+            raise TypeError(
+                "an optimizer with a process group as reduce_group= cannot be pickled: save its "
+                "state_dict(), and build the optimizer with the group before loading it"
+            )
+        return self.__dict__
+
     def group(self) -> Any:
         """The process group of a step, or None where this process is alone."""
         group = self.reduce_group

@@ -21,7 +21,7 @@ from ..rules import Rule
 from ..step_size import report_step
 from .checks import check_overlap, check_param, is_dense, span_of
 from .rows import Bucket, BucketKey, Participant, Row
-from .signature import GROWN, SAME, STALE, UNUSUAL, Signature, make_signature
+from .signature import GROWN, MOVED, SAME, STALE, UNUSUAL, Signature, make_signature
 from .state import (
     STATE_KEYS,
     check_rounding,
@@ -183,15 +183,17 @@ class Plan:
                 self._seen = seen = self.signature.check(groups, state)
         else:
             self._seen = seen = self.signature.check(groups, state)
-        if seen >= STALE:
-            self.has_grown = seen == GROWN
+        if seen == STALE:
             return False
-        return seen != UNUSUAL or all([bucket.takes_gradients() for bucket in self.buckets])
+        # Of every row, also where others join: what can be refused is refused before state is made.
+        fits = seen in (SAME, MOVED) or all([b.takes_gradients() for b in self.buckets])
+        self.has_grown = fits and seen == GROWN
+        return fits and seen != GROWN
 
     @property
     def misplaced(self) -> bool:
         """Whether a gradient is spread over ranks otherwise than its parameter."""
-        if self._seen != UNUSUAL or not self._sharded:
+        if self._seen not in (UNUSUAL, GROWN) or not self._sharded:
             return False
         rows = [bucket.rows[i] for bucket in self.buckets for i in bucket.unusual()]
         return any(not same_placement(row.param.grad, row.param) for row in rows)
@@ -349,7 +351,10 @@ def apart(buckets: list[Bucket], written: list[tuple[Tensor, str]]) -> bool:
 
 def misplaced(plan: Plan | None, draft: Draft | None) -> bool:
     """Whether the step will move tensors between ranks."""
-    return (plan is not None and plan.misplaced) or (draft is not None and draft.misplaced)
+    plans = (plan, None if draft is None else draft.known)
+    return any(p.misplaced for p in plans if p is not None) or (
+        draft is not None and draft.misplaced
+    )
 
 
 def make_plan(

@@ -38,7 +38,7 @@ class Signature(Protocol):
     def check(self, groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> int:
         """Compare all with what was there at the start.
 
-        Unless STALE or GROWN, the gradients' addresses are in the columns: 0 for none, UNUSUAL_ADDRESS
+        Unless STALE, the gradients' addresses are in the columns: 0 for none, UNUSUAL_ADDRESS
         where a closer look is needed. References to them are kept until `release`.
         """
 

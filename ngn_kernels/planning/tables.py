@@ -95,7 +95,7 @@ class Inputs:
 
     def set_groups(self, values: list[GroupValues], device_lrs: dict[int, Tensor]) -> None:
         """Write the groups' values; an lr that lives on a device is copied, never read."""
-        if values != self._values:
+        if device_lrs or values != self._values:
             self._groups.values[:] = values
             for index, lr in device_lrs.items():
                 self._groups.values[index, GroupColumn.LR] = self._copied(lr, self._lr_slots[index])

@@ -154,3 +154,14 @@ def test_a_loss_in_parts(ranks: Callable[[int], Pool]) -> None:
 def test_partial_gradients_on_only_some_ranks(ranks: Callable[[int], Pool]) -> None:
     """The others wait for their numbers, and all of them have the same."""
     assert ranks(3).run(MODULE, "partial_on_some_ranks") == [[2 / (2 + 8)] * 3] * 3
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["zero gradients", "frozen"])
+def test_a_warm_up_from_zero_keeps_ranks_together(
+    frozen: bool, ranks: Callable[[int], Pool]
+) -> None:
+    """A rank without a loss takes part in each step, whatever its first gradients are."""
+    sums = [4 * k / 4 * (1 if frozen or k == 0 else 2) for k in range(4)]
+    expected = [2 * (1.0 + k) / (2 * (1.0 + k) + q) for k, q in enumerate(sums)]
+    for told in ranks(2).run(MODULE, "warm_up_from_zero", frozen=frozen):
+        assert told == pytest.approx(expected)

@@ -146,6 +146,21 @@ def with_partial_gradient(
     return trouble
 
 
+def with_partial_gradient_that_stays(p: Parameter, optimizer: Any) -> None:
+    """A parameter joins, while another one's gradient must be added up."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    a = Parameter(distribute_tensor(torch.ones(8), mesh, [Replicate()]))
+    joins = Parameter(torch.ones(3))
+    other = NGNMDv1([a, joins], lr=0.1)
+    for k in range(2):
+        a.grad = DTensor.from_local(torch.ones(8), mesh, [Partial()])
+        joins.grad = torch.ones(3) if k else None
+        other.step(loss="many" if bad_rank() and k else 1.0)
+
+
 def with_a_loss_in_parts(step: Callable[[Any, Any], None]) -> Callable[[Parameter, Any], None]:
     def trouble(p: Parameter, optimizer: Any) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -203,6 +218,10 @@ TROUBLES: dict[str, tuple[Callable[[Parameter, Any], None], str]] = {
     ),
     "a bad loss beside partial gradients of a new plan": (
         with_partial_gradient(lambda o: o.step(loss="many" if bad_rank() else 1.0), before=0),
+        "rank 1 of .*TypeError: the loss is a str",
+    ),
+    "a bad loss where a parameter joins partial gradients": (
+        with_partial_gradient_that_stays,
         "rank 1 of .*TypeError: the loss is a str",
     ),
     "an error in a closure beside partial gradients": (
@@ -528,6 +547,23 @@ def partial_on_some_ranks() -> list[float]:
     for _ in range(3):
         p.grad = DTensor.from_local(ones / 2, mesh, [Partial()]) if shared else ones
         optimizer.step(loss=1.0)
+        assert optimizer.shrink is not None
+        told.append(float(optimizer.shrink))
+    return told
+
+
+def warm_up_from_zero(frozen: bool) -> list[float]:
+    """rho of each step at a rank without a loss: all gradients 0 at first, or nothing to train."""
+    p = Parameter(torch.ones(4, dtype=torch.float64), requires_grad=not (frozen and bad_rank()))
+    optimizer, told = NGNM([p], lr=0.0, replicas=1), []
+    for k in range(4):
+        optimizer.param_groups[0]["lr"] = k / 4
+        if not frozen or not bad_rank():
+            p.grad = torch.full_like(p, 0.0 if bad_rank() and k == 0 else 1.0)
+        if bad_rank():
+            optimizer.step()
+        else:
+            optimizer.step(loss=1.0 + k)
         assert optimizer.shrink is not None
         told.append(float(optimizer.shrink))
     return told

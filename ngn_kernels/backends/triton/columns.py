@@ -38,6 +38,7 @@ from .layout_constants import (
 )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LEAST_STEP = tl.constexpr(1 << LEAST_SHIFT.value)
 
 
 def device(function: Any) -> Any:
@@ -156,7 +157,7 @@ def encode_v(b_v, b_random, VECTOR: tl.constexpr):
     # Over the positive ones: modulo 2^32, the least number has the largest negative.
     bottom = (0 - largest_in_block(0 - b_bits, VECTOR)).to(tl.int32)
     # The index of the highest bit of the range, as the exponent of a float that represents it exactly.
-    shift = (float_bits(top - bottom >> 7 | 1 << LEAST_SHIFT) >> 23).to(tl.int32) - 127
+    shift = (float_bits(top - bottom >> 7 | LEAST_STEP) >> 23).to(tl.int32) - 127
     shift += (steps_of_v(top, bottom, shift) > 254).to(tl.int32)
     shift = tl.minimum(shift, MOST_SHIFT)
     highest = top + (1 << shift) - 1 >> shift
