@@ -33,12 +33,12 @@ class Column(IntEnum):
 class GroupColumn(IntEnum):
     """The columns of the table of parameter groups."""
 
-    LR = 0
+    LR = 0  # c, the step size that rho is computed at: step_cap, or without one the lr
     BETA1 = 1
     BETA2 = 2
     EPS = 3
     WEIGHT_DECAY = 4
-    STEP_CAP = 5  # 0: none, the step size that rho is computed at is the lr
+    SCHEDULE = 5  # lr / c
 
 
 class Input(IntEnum):

@@ -68,12 +68,10 @@ class GroupSteps(NamedTuple):
 
 def group_steps(rule: Rule, groups: Tensor) -> GroupSteps:
     """Of rows of the table of groups."""
-    lr, cap, weight_decay = (
+    largest, schedule, weight_decay = (
         groups.select(-1, column)
-        for column in (GroupColumn.LR, GroupColumn.STEP_CAP, GroupColumn.WEIGHT_DECAY)
+        for column in (GroupColumn.LR, GroupColumn.SCHEDULE, GroupColumn.WEIGHT_DECAY)
     )
-    largest = torch.where(cap > 0, cap, lr)
-    schedule = torch.where(cap > 0, lr / cap, 1.0)
     effective = largest / (1 + weight_decay * largest) if rule.regularised else largest
     return GroupSteps(largest, schedule, effective)
 

@@ -60,10 +60,10 @@ from .layout_constants import (
     REASON,
     REMAINDER,
     REPLICAS,
+    SCHEDULE,
     SHRINK,
     SKIPPED,
     STEP,
-    STEP_CAP,
     STEP_SIZES,
     STOCHASTIC,
     SUMS,
@@ -127,21 +127,9 @@ def shrink(totals, n_buckets, inputs, RMS: tl.constexpr):
 
 
 @device
-def largest_step(lr, cap):
-    """c_j: the step size that rho is computed at"""
-    return tl.where(cap > 0, cap, lr)
-
-
-@device
-def schedule(lr, cap):
-    """lr / c_j: what a schedule leaves of the whole step"""
-    return tl.where(cap > 0, lr / tl.where(cap > 0, cap, 1.0), 1.0)
-
-
-@device
-def effective_step(c, weight_decay, REGULARISED: tl.constexpr):
-    """a_j: c_j; with regularised decay c_j / (1 + lambda c_j)"""
-    return c / (1 + weight_decay * c) if REGULARISED else c
+def effective_lr(lr, weight_decay, REGULARISED: tl.constexpr):
+    """a_j: c; with regularised decay c / (1 + lambda c)"""
+    return lr / (1 + weight_decay * lr) if REGULARISED else lr
 
 
 @device
@@ -158,24 +146,22 @@ def moment_coefficients(group, p_step):
 def coefficients(inputs, group, clip, rho, COORDINATE: tl.constexpr, REGULARISED: tl.constexpr):
     """s / grad_scale, beta1, step, flatness, curvature, decay"""
     lr = tl.load(group + LR)
-    cap = tl.load(group + STEP_CAP)
-    c = largest_step(lr, cap)
-    scheduled = schedule(lr, cap)
+    schedule = tl.load(group + SCHEDULE)
     beta1 = tl.load(group + BETA1)
     weight_decay = tl.load(group + WEIGHT_DECAY)
-    a = effective_step(c, weight_decay, REGULARISED)
+    a = effective_lr(lr, weight_decay, REGULARISED)
     gradient_scale = clip / tl.load(inputs + GRAD_SCALE)
     gamma = a * rho
     flatness, curvature = 1.0, 0.0
     if COORDINATE:
         # Divided by the larger of the two, neither overflows; both are 0 where c and h are.
         two_h = 2 * aimed_loss(inputs)
-        gamma = tl.minimum(c, two_h)
-        larger = tl.maximum(c, two_h)
+        gamma = tl.minimum(lr, two_h)
+        larger = tl.maximum(lr, two_h)
         flatness = tl.where(larger == 0, 0.0, two_h / larger).to(tl.float32)
-        curvature = tl.where(larger == 0, 0.0, c / larger).to(tl.float32)
-    step = (1 - beta1) * (scheduled * gamma)
-    decay = weight_decay * (scheduled * a)
+        curvature = tl.where(larger == 0, 0.0, lr / larger).to(tl.float32)
+    step = (1 - beta1) * (schedule * gamma)
+    decay = weight_decay * (schedule * a)
     return (
         gradient_scale.to(tl.float32), beta1.to(tl.float32), step.to(tl.float32), flatness, curvature,
         decay.to(tl.float32),
@@ -350,12 +336,12 @@ def reduce(
     replicas = tl.load(row + REPLICAS * n_rows).to(tl.float64)
     weighted /= replicas
     alignment /= replicas
-    c = largest_step(tl.load(group + LR), tl.load(group + STEP_CAP))
+    lr = tl.load(group + LR)
     weight_decay = tl.load(group + WEIGHT_DECAY)
     ours = partials + i_chunk
-    tl.store(ours + WEIGHTED * n_chunks, effective_step(c, weight_decay, REGULARISED) * weighted)
+    tl.store(ours + WEIGHTED * n_chunks, effective_lr(lr, weight_decay, REGULARISED) * weighted)
     if REGULARISED:
-        tl.store(ours + ALIGNMENT * n_chunks, c * weight_decay * alignment)
+        tl.store(ours + ALIGNMENT * n_chunks, lr * weight_decay * alignment)
     if not RMS:
         tl.store(ours + NORM * n_chunks, weighted)
 
@@ -449,10 +435,10 @@ def write_step_sizes(
         o = i + tl.arange(0, BLOCK)
         mask = o < n_groups
         b_lr = tl.load(groups + GROUP_COLUMNS * o + LR, mask=mask, other=0.0)
-        b_cap = tl.load(groups + GROUP_COLUMNS * o + STEP_CAP, mask=mask, other=0.0)
+        b_schedule = tl.load(groups + GROUP_COLUMNS * o + SCHEDULE, mask=mask, other=0.0)
         b_weight_decay = tl.load(groups + GROUP_COLUMNS * o + WEIGHT_DECAY, mask=mask, other=0.0)
-        b_a = effective_step(largest_step(b_lr, b_cap), b_weight_decay, REGULARISED)
-        tl.store(sizes + STEP_SIZES + o, schedule(b_lr, b_cap) * b_a * rho, mask=mask)
+        b_a = effective_lr(b_lr, b_weight_decay, REGULARISED)
+        tl.store(sizes + STEP_SIZES + o, b_schedule * b_a * rho, mask=mask)
 
 
 @device
