@@ -175,6 +175,20 @@ def test_lrs_on_the_device_are_copied_in_every_step(fake_gpu: FakeGPU) -> None:
         assert "_foreach_copy_" in fake_gpu.watch.work
 
 
+def test_an_lr_that_moves_to_the_device_is_copied(fake_gpu: FakeGPU) -> None:
+    """From 0.0 on the host, which is also what the host writes for one that it never reads."""
+    optimizer, params = optimizer_of(NGNMDv1, 3)
+    set_lrs(optimizer, 0.0)
+    new_gradients(params)
+    optimizer.step(loss=1.0)
+    set_lrs(optimizer, torch.full((), 0.1, device="cuda:0"))
+    for _ in range(2):
+        new_gradients(params)
+        fake_gpu.watch.forget()
+        optimizer.step(loss=1.0)
+        assert "_foreach_copy_" in fake_gpu.watch.work
+
+
 @EVERY
 def test_moved_gradients_are_one_more_copy(algorithm: Algorithm, fake_gpu: FakeGPU) -> None:
     optimizer, params = optimizer_of(algorithm, 40, 20, max_grad_norm=1.0, loss_floor=-1.0)

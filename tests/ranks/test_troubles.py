@@ -165,3 +165,8 @@ def test_a_warm_up_from_zero_keeps_ranks_together(
     expected = [2 * (1.0 + k) / (2 * (1.0 + k) + q) for k, q in enumerate(sums)]
     for told in ranks(2).run(MODULE, "warm_up_from_zero", frozen=frozen):
         assert told == pytest.approx(expected)
+
+
+def test_copies_share_the_process_group(ranks: Callable[[int], Pool]) -> None:
+    for shared, said in ranks(2).run(MODULE, "copies_with_a_group"):
+        assert shared and "save its state_dict()" in said

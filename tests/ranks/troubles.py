@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -567,3 +569,18 @@ def warm_up_from_zero(frozen: bool) -> list[float]:
         assert optimizer.shrink is not None
         told.append(float(optimizer.shrink))
     return told
+
+
+def copies_with_a_group() -> tuple[bool, str]:
+    """A copy shares the process group; a pickle cannot."""
+    p = one_parameter()
+    optimizer = NGNM([p], lr=1.0, reduce_group=dist.group.WORLD)
+    optimizer.step(loss=1.0)
+    other = copy.deepcopy(optimizer)
+    other.param_groups[0]["params"][0].grad = torch.full((5,), 0.5)
+    other.step(loss=1.0)
+    try:
+        pickle.dumps(optimizer)
+    except TypeError as error:
+        return other.reduce_group is optimizer.reduce_group, str(error)
+    return False, "nothing was raised"
