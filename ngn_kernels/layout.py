@@ -33,12 +33,12 @@ class Column(IntEnum):
 class GroupColumn(IntEnum):
     """The columns of the table of parameter groups."""
 
-    LR = 0  # c, the step size that rho is computed at: step_cap, or without one the lr
+    LR = 0
     BETA1 = 1
     BETA2 = 2
     EPS = 3
     WEIGHT_DECAY = 4
-    SCHEDULE = 5  # lr / c
+    STEP_CAP = 5  # 0: none
 
 
 class Input(IntEnum):
@@ -72,7 +72,7 @@ class Size(IntEnum):
     """The floating-point numbers of a report; gamma of each group follows from STEP_SIZES on."""
 
     SHRINK = 0
-    GRAD_NORM = 1  # before clipping, where a pass computes it
+    SQUARED_NORM = 1  # before clipping, where a pass computes it
     STEP_SIZES = 2
 
 

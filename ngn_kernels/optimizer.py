@@ -249,16 +249,16 @@ class NGNOptimizer(Optimizer):
             self._set_rule(self.rule.momentum)
             self._checked = seen
             self._values = [
-                self._values_of(group, usable_lr(values[0], group, self.defaults))
+                GroupValues(
+                    usable_lr(values[0], group, self.defaults),
+                    *_betas(group),
+                    group.get("eps", 1.0),
+                    group["weight_decay"],
+                    group["step_cap"] or 0.0,
+                )
                 for values, group in zip(seen, self.param_groups, strict=True)
             ]
         return self._values, device_lrs
-
-    @staticmethod
-    def _values_of(group: dict[str, Any], lr: float) -> GroupValues:
-        cap, eps = group["step_cap"], group.get("eps", 1.0)
-        largest, schedule = (lr, 1.0) if cap is None else (float(cap), lr / cap)
-        return GroupValues(largest, *_betas(group), eps, group["weight_decay"], schedule)
 
     def _all_params(self) -> Iterator[tuple[int, int, Tensor]]:
         """Group, place in it, parameter: in the order in which state_dict counts them."""
@@ -432,7 +432,7 @@ class NGNOptimizer(Optimizer):
                 "max_grad_norm": self._max_grad_norm,
             }
             groups = [
-                v._replace(lr=0.0, schedule=0.0) if i in device_lrs else v
+                v._replace(lr=0.0) if i in device_lrs else v
                 for i, v in enumerate(values)
             ]
             params = [p for group in self.param_groups for p in group["params"]]
@@ -521,7 +521,7 @@ class NGNOptimizer(Optimizer):
         """
         if self._home is None or not self._has_grad_norm:
             return None
-        norm = self._home.report.sizes[Size.GRAD_NORM].clone()
+        norm = self._home.report.sizes[Size.SQUARED_NORM].sqrt()
         return None if norm.is_cpu and norm.isnan() else norm
 
     @property

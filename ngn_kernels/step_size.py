@@ -18,7 +18,7 @@ from .rules import Rule
 class Shrink(NamedTuple):
     rho: Tensor
     clip: Tensor
-    grad_norm: Tensor  # before clipping; 0 where no pass computes it
+    squared_norm: Tensor  # of the gradients before clipping; 0 where no pass computes it
     reason: Tensor
 
 
@@ -36,17 +36,17 @@ def aimed_loss(inputs: Inputs) -> Tensor:
 
 def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
     """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0"""
-    weighted, alignment, norm = sums.unbind()
+    weighted, alignment, squared_norm = sums.unbind()
     h = aimed_loss(inputs)
     max_grad_norm = inputs.scalars[Input.MAX_GRAD_NORM]
-    clip = clip_factor(norm, max_grad_norm)
+    clip = clip_factor(squared_norm, max_grad_norm)
     # Without RMS the sum was taken over unclipped gradients.
     q = weighted if rule.rms else clip * clip * weighted
     denominator = 2 * h + q
     rho = torch.clamp(2 * h - alignment, min=0.0) / denominator
     rho = rho.masked_fill(denominator == 0, 1.0)
 
-    grad_norm, norm = norm.sqrt(), norm.masked_fill(~max_grad_norm.isfinite(), 0.0)
+    norm = squared_norm.masked_fill(~max_grad_norm.isfinite(), 0.0)
     reason = torch.zeros((), dtype=torch.int64, device=sums.device)
     for condition, code in (  # the first that holds is written last
         (~(weighted + alignment + norm).isfinite(), Reason.GRADIENT_NOT_FINITE),
@@ -55,7 +55,7 @@ def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
         (inputs.scalars[Input.FOUND_INF] != 0, Reason.AMP_OVERFLOW),
     ):
         reason = reason.masked_fill(condition, int(code))
-    return Shrink(rho, clip, grad_norm, reason)
+    return Shrink(rho, clip, squared_norm, reason)
 
 
 class GroupSteps(NamedTuple):
@@ -68,10 +68,13 @@ class GroupSteps(NamedTuple):
 
 def group_steps(rule: Rule, groups: Tensor) -> GroupSteps:
     """Of rows of the table of groups."""
-    largest, schedule, weight_decay = (
+    lr, step_cap, weight_decay = (
         groups.select(-1, column)
-        for column in (GroupColumn.LR, GroupColumn.SCHEDULE, GroupColumn.WEIGHT_DECAY)
+        for column in (GroupColumn.LR, GroupColumn.STEP_CAP, GroupColumn.WEIGHT_DECAY)
     )
+    capped = step_cap > 0
+    largest = torch.where(capped, step_cap, lr)
+    schedule = torch.where(capped, lr / step_cap, 1.0)
     effective = largest / (1 + weight_decay * largest) if rule.regularised else largest
     return GroupSteps(largest, schedule, effective)
 
@@ -90,7 +93,7 @@ def telemetry(
     """The step sizes of a step that was applied, or the reason why it was not."""
     steps = group_steps(rule, inputs.groups)
     gammas = steps.schedule * steps.effective * step.rho
-    sizes = torch.cat([torch.stack([step.rho, step.grad_norm]), gammas])
+    sizes = torch.cat([torch.stack([step.rho, step.squared_norm]), gammas])
     return Telemetry(torch.where(go, sizes, report.sizes), reason, torch.empty_like(reason))
 
 

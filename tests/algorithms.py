@@ -21,6 +21,7 @@ class Hyper(NamedTuple):
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    step_cap: float | None = None
 
 
 TWO_GROUPS = (Hyper(0.3, 0.9, 0.99, 1e-8, 0.02), Hyper(0.05, 0.5, 0.999, 1e-4, 0.3))
@@ -56,7 +57,11 @@ class Algorithm:
 
     def values(self, hyper: Hyper) -> dict[str, Any]:
         """The group options of this algorithm for the given values."""
-        values: dict[str, Any] = {"lr": hyper.lr, "weight_decay": hyper.weight_decay}
+        values: dict[str, Any] = {
+            "lr": hyper.lr,
+            "weight_decay": hyper.weight_decay,
+            "step_cap": hyper.step_cap,
+        }
         if self.momentum == "momentum":
             values["momentum"] = hyper.beta1
         if self.momentum == "betas":

@@ -61,7 +61,7 @@ void run(const Rule& rule, DType x_type, DType g_type, DType state_type, int thr
     for (int c = 0; c < COLUMNS; ++c) table[c * rows + i] = row[c];
     for (int64_t begin = 0; begin < sizes[i]; begin += CHUNK) chunks.push_back({i, begin});
   }
-  Group groups[] = {{0.1, 0.9, 0.999, 1e-8, 0.01, 1}, {0.01, 0.8, 0.99, 1e-6, 0.1, 0.5}};
+  Group groups[] = {{0.1, 0.9, 0.999, 1e-8, 0.01, 0}, {0.01, 0.8, 0.99, 1e-6, 0.1, 0.5}};
   const Inputs inputs = {0.9, 0.2, 2.0, 0, 5.0, 0.5};
   Sums sums = {};
   Counts counts = {};

@@ -66,6 +66,7 @@ class Life:
             self.kind = "wide"
         self.options = {"max_grad_norm": rng.choice((None, None, 0.5))}
         self.options["loss_floor"] = rng.choice((0.0, -1.0, 0.3))
+        self.options["loss_target"] = rng.choice((0.0, 0.0, 0.8))
         built, self.narrow_types = rng.choice(NARROW) if self.kind == "narrow" else ({}, ())
         columns = [
             [self.new_param(rng, backend) for _ in range(rng.randint(1, 2))]
@@ -103,6 +104,7 @@ class Life:
             beta2=rng.choice((0.9, 0.99, 0.999)),
             eps=rng.choice((1e-8, 1e-4, 1e-2)),
             weight_decay=rng.choice((0.0, 0.0, 1e-3, 0.1)),
+            step_cap=rng.choice((None, None, 0.05, 3.0)),
         )
 
     def tensor(self, rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -336,6 +338,7 @@ def options_change(life: Life, rng: random.Random) -> None:
     life.options = {
         "max_grad_norm": rng.choice((None, 0.1, 2.0)),
         "loss_floor": rng.choice((0.0, -2.0, 0.25)),
+        "loss_target": rng.choice((0.0, 0.5, 0.99)),
     }
     for name, value in life.options.items():
         setattr(life.optimizer, name, value)

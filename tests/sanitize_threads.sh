@@ -26,7 +26,7 @@ rm -rf "$build/shared"
 mkdir -p "$build/shared/tests"
 cp -r csrc "$build/shared"
 cp tests/engine_check.cpp "$build/shared/tests"
-sed -i "s/bucket.partials\\[i\\] = {effective_lr/bucket.partials[0] = {effective_lr/" "$build/shared/csrc/cpu/engine.cpp"
+sed -i "s/bucket.partials\\[i\\] = {effective_step/bucket.partials[0] = {effective_step/" "$build/shared/csrc/cpu/engine.cpp"
 if cmp -s csrc/cpu/engine.cpp "$build/shared/csrc/cpu/engine.cpp"; then
   echo "tests/sanitize_threads.sh: engine.cpp has no such line: correct the one that shares partial sums" >&2
   exit 1

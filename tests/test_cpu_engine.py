@@ -247,7 +247,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     tables = _cpu.Bucket(
         table=bucket.table,
         chunks=np.ascontiguousarray(chunks[-1:]),
-        groups=np.array([[1.0, 0.0, 0.0, 1.0, 0.0, 1.0]]),
+        groups=np.array([[1.0, 0.0, 0.0, 1.0, 0.0, 0.0]]),
         inputs=np.array([1e30, 0.0, 1.0, 0.0, np.inf, 1.0]),
         sums=sums,
         totals=sums,

@@ -58,8 +58,8 @@ void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int thre
       const Group& group = bucket.groups[row.group];
       const double replicas = static_cast<double>(row.replicas);
       const double sum = k.unit * sum_lanes(weighted) / replicas;
-      bucket.partials[i] = {effective_lr(rule, group) * sum,
-                            group.lr * group.weight_decay * sum_lanes(alignment) / replicas, RMS ? 0.0 : sum};
+      bucket.partials[i] = {effective_step(rule, group) * sum,
+                            largest_step(group) * group.weight_decay * sum_lanes(alignment) / replicas, RMS ? 0.0 : sum};
     };
   });
 }
@@ -116,9 +116,10 @@ void apply(const Bucket& bucket, const Rule& rule, int threads, bool last) {
       if (row.g) *row.step += 1;
     }
     bucket.sizes[SHRINK] = shrink.rho;
-    bucket.sizes[GRAD_NORM] = std::sqrt(sums.norm);
+    bucket.sizes[SQUARED_NORM] = sums.norm;
     for (int64_t j = 0; j < bucket.group_count; ++j) {
-      bucket.sizes[STEP_SIZES + j] = bucket.groups[j].schedule * effective_lr(rule, bucket.groups[j]) * shrink.rho;
+      const Group& group = bucket.groups[j];
+      bucket.sizes[STEP_SIZES + j] = schedule(group) * effective_step(rule, group) * shrink.rho;
     }
   }
   Counts& counts = *bucket.counts;

@@ -76,20 +76,27 @@ NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const Inputs& in
   return {rho, clip, reason};
 }
 
-// a_j: c; with regularised decay c / (1 + lambda c)
-NGN_HD inline double effective_lr(const Rule& rule, const Group& group) {
-  return rule.regularised ? group.lr / (1 + group.weight_decay * group.lr) : group.lr;
+// c: the step size that rho is computed at
+NGN_HD inline double largest_step(const Group& group) { return group.step_cap > 0 ? group.step_cap : group.lr; }
+
+// lr / c: what a schedule leaves of the whole step
+NGN_HD inline double schedule(const Group& group) { return group.step_cap > 0 ? group.lr / group.step_cap : 1; }
+
+// a: c; with regularised decay c / (1 + lambda c)
+NGN_HD inline double effective_step(const Rule& rule, const Group& group) {
+  const double c = largest_step(group);
+  return rule.regularised ? c / (1 + group.weight_decay * c) : c;
 }
 
 template <typename T>
 NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group, double step_count,
                                            const Inputs& inputs, double clip, double rho, T x_limit,
                                            T m_limit, T v_limit) {
-  const double a = effective_lr(rule, group);
+  const double c = largest_step(group), a = effective_step(rule, group), left = schedule(group);
   const double unit = rule.rms ? 2 * std::sqrt(1 - std::pow(group.beta2, step_count)) : 1.0;
   // gamma = min(c, 2h) / (flatness D + curvature g^2): both are divided by max(c, 2h), so that nothing overflows.
   const double two_h = 2 * aimed_loss(inputs);
-  const double smaller = group.lr < two_h ? group.lr : two_h, larger = group.lr < two_h ? two_h : group.lr;
+  const double smaller = c < two_h ? c : two_h, larger = c < two_h ? two_h : c;
   const double gamma = rule.coordinate ? smaller : a * rho;
   Coefficients<T> k;
   k.gradient_scale = static_cast<T>(clip / inputs.grad_scale);
@@ -97,10 +104,10 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
   k.beta2 = static_cast<T>(group.beta2);
   k.one_minus_beta2 = static_cast<T>(1 - group.beta2);
   k.eps = static_cast<T>(group.eps * unit);
-  k.step = static_cast<T>((1 - group.beta1) * (group.schedule * gamma) * unit);
+  k.step = static_cast<T>((1 - group.beta1) * (left * gamma) * unit);
   k.flatness = static_cast<T>(larger > 0 ? two_h / larger : 0);
-  k.curvature = static_cast<T>(larger > 0 ? group.lr / larger * unit : 0);
-  k.decay = static_cast<T>(group.weight_decay * (group.schedule * a));
+  k.curvature = static_cast<T>(larger > 0 ? c / larger * unit : 0);
+  k.decay = static_cast<T>(group.weight_decay * (left * a));
   k.x_limit = x_limit;
   k.m_limit = m_limit;
   k.v_limit = v_limit;

@@ -20,7 +20,7 @@ class GroupValues(NamedTuple):
     beta2: float
     eps: float
     weight_decay: float
-    schedule: float = 1.0
+    step_cap: float = 0.0  # 0: none
 
 
 def float_type(device: torch.device) -> torch.dtype:
@@ -57,7 +57,7 @@ class Inputs:
         self._scalars = numbers_of(self.own)
         self._groups = numbers_of(self.groups)
         self._scalar_slots = self.own.unbind()
-        self._slots = [row.unbind() for row in self.groups.unbind()]
+        self._lr_slots = self.groups.select(1, GroupColumn.LR).unbind()
         self._on_host = device.type == "cpu"
         self._values: list[GroupValues] | None = None
         self._options: StepOptions | None = None  # that were written without AMP
@@ -96,14 +96,9 @@ class Inputs:
     def set_groups(self, values: list[GroupValues], device_lrs: dict[int, Tensor]) -> None:
         """Write the groups' values; an lr that lives on a device is copied, never read."""
         if device_lrs or values != self._values:
-            table = self._groups.values
-            table[:] = values
+            self._groups.values[:] = values
             for index, lr in device_lrs.items():
-                cap = values[index].lr  # 0 without one
-                column = GroupColumn.SCHEDULE if cap else GroupColumn.LR
-                table[index, column] = self._copied(
-                    lr / cap if cap else lr, self._slots[index][column]
-                )
+                self._groups.values[index, GroupColumn.LR] = self._copied(lr, self._lr_slots[index])
             self._values = None if device_lrs else values
 
     def _number(self, value: float | Tensor, field: Input) -> float:

@@ -1395,7 +1395,7 @@ CPU = (
         ),
         (
             "cpu-telemetry-of-the-decayed-lr",
-            "bucket.sizes[STEP_SIZES + j] = effective_lr(rule, bucket.groups[j]) * shrink.rho;",
+            "bucket.sizes[STEP_SIZES + j] = schedule(group) * effective_step(rule, group) * shrink.rho;",
             "bucket.sizes[STEP_SIZES + j] = bucket.groups[j].lr * shrink.rho;",
             "tests/test_identities.py -k telemetry_is_the_oracles",
             "step_sizes() are the oracle's",

@@ -69,7 +69,7 @@ class Ranks:
         self.owned = rng.random() < 0.5
         self.meshes = rng.random() < 0.6
         self.hypers = [self.new_hyper(rng) for _ in range(2)]
-        self.options = {"max_grad_norm": rng.choice((None, 0.5)), "loss_floor": 0.0}
+        self.options = {"max_grad_norm": rng.choice((None, 0.5)), "loss_floor": 0.0, "loss_target": 0.0}
         self.backend = rng.choice(("cpu", "reference"))
         kinds = ["ordinary"] * 2
         if self.meshes:
@@ -92,6 +92,7 @@ class Ranks:
             beta2=rng.choice((0.9, 0.99)),
             eps=rng.choice((1e-6, 1e-2)),
             weight_decay=rng.choice((0.0, 0.0, 0.1)),
+            step_cap=rng.choice((None, None, 3.0)),
         )
 
     def numbers(self, shape: tuple[int, ...]) -> Tensor:
@@ -187,9 +188,11 @@ class Ranks:
     def expect(self, loss: float) -> None:
         for group, hyper in zip(self.oracle.groups, self.hypers, strict=True):
             group.lr, group.weight_decay = hyper.lr, hyper.weight_decay
+            group.step_cap = hyper.step_cap
             group.beta1 = hyper.beta1 if self.algorithm.momentum else 0.0
             group.beta2, group.eps = hyper.beta2, hyper.eps
         self.oracle.loss_floor = float(self.options["loss_floor"] or 0.0)
+        self.oracle.loss_target = self.options["loss_target"]
         self.oracle.max_grad_norm = self.options["max_grad_norm"]
         columns: list[list[Array | None]] = [[], []]
         for part, gradient in zip(self.parts, self.gradients, strict=True):
@@ -289,6 +292,7 @@ def options_change(life: Ranks, rng: random.Random) -> None:
     life.options = {
         "max_grad_norm": rng.choice((None, 0.1, 2.0)),
         "loss_floor": rng.choice((0.0, -1.0)),
+        "loss_target": rng.choice((0.0, 0.8)),
     }
     for name, value in life.options.items():
         setattr(life.optimizer, name, value)

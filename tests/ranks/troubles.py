@@ -68,6 +68,25 @@ def other_lr(p: Parameter, optimizer: Any) -> None:
     optimizer.step(loss=1.0)
 
 
+def other_target(p: Parameter, optimizer: Any) -> None:
+    if bad_rank():
+        optimizer.loss_target = 0.5
+    optimizer.step(loss=1.0)
+
+
+def other_cap(p: Parameter, optimizer: Any) -> None:
+    if bad_rank():
+        optimizer.param_groups[0]["step_cap"] = 3.0
+    optimizer.step(loss=1.0)
+
+
+def other_cap_of_a_device_lr(p: Parameter, optimizer: Any) -> None:
+    """The lr itself is not compared there: the cap is."""
+    lr = torch.tensor(1.0, device="meta")
+    optimizer.param_groups[0].update(lr=lr, step_cap=3.0 if bad_rank() else 2.0)
+    optimizer.step(loss=1.0)
+
+
 def other_groups(p: Parameter, optimizer: Any) -> None:
     if bad_rank():
         optimizer.add_param_group({"params": [one_parameter()]})
@@ -245,6 +264,11 @@ TROUBLES: dict[str, tuple[Callable[[Parameter, Any], None], str]] = {
         "rank 1 of .*ValueError: eps=-1.0",
     ),
     "an lr of another type": (whole_number_lr, "this works"),
+    "another loss_target": (
+        other_target,
+        "disagree on loss_target: rank 0 has 0.0, rank 1 has 0.5",
+    ),
+    "another step_cap": (other_cap, "disagree on .*rank 1 has .*3.0"),
     "another order of parameters": (
         other_order,
         r"order of the parameters from parameter 0 on: rank 0 has float32\(3,\), rank 1 has float32\(5,\)",

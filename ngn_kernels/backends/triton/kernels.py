@@ -37,7 +37,7 @@ from .layout_constants import (
     EPS,
     EXACT,
     FOUND_INF,
-    GRAD_NORM,
+    SQUARED_NORM,
     GRAD_SCALE,
     GRADIENT_NOT_FINITE,
     GROUP,
@@ -60,10 +60,10 @@ from .layout_constants import (
     REASON,
     REMAINDER,
     REPLICAS,
-    SCHEDULE,
     SHRINK,
     SKIPPED,
     STEP,
+    STEP_CAP,
     STEP_SIZES,
     STOCHASTIC,
     SUMS,
@@ -106,9 +106,9 @@ def aimed_loss(inputs):
 
 
 @device
-def shrink(totals, n_buckets, inputs, RMS: tl.constexpr):
+def shrink(total, inputs, RMS: tl.constexpr):
     """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0; the clip factor; why the step must not happen"""
-    weighted, alignment, norm = sum_buckets(totals, n_buckets)
+    weighted, alignment, norm = total
     h = aimed_loss(inputs)
     max_grad_norm = tl.load(inputs + MAX_GRAD_NORM)
     clip = clip_factor(norm, max_grad_norm)
@@ -127,9 +127,21 @@ def shrink(totals, n_buckets, inputs, RMS: tl.constexpr):
 
 
 @device
-def effective_lr(lr, weight_decay, REGULARISED: tl.constexpr):
-    """a_j: c; with regularised decay c / (1 + lambda c)"""
-    return lr / (1 + weight_decay * lr) if REGULARISED else lr
+def largest_step(lr, step_cap):
+    """c: the step size that rho is computed at"""
+    return tl.where(step_cap > 0, step_cap, lr)
+
+
+@device
+def schedule(lr, step_cap):
+    """lr / c: what a schedule leaves of the whole step"""
+    return tl.where(step_cap > 0, lr / step_cap, 1.0)
+
+
+@device
+def effective_step(c, weight_decay, REGULARISED: tl.constexpr):
+    """a: c; with regularised decay c / (1 + lambda c)"""
+    return c / (1 + weight_decay * c) if REGULARISED else c
 
 
 @device
@@ -146,22 +158,23 @@ def moment_coefficients(group, p_step):
 def coefficients(inputs, group, clip, rho, COORDINATE: tl.constexpr, REGULARISED: tl.constexpr):
     """s / grad_scale, beta1, step, flatness, curvature, decay"""
     lr = tl.load(group + LR)
-    schedule = tl.load(group + SCHEDULE)
+    step_cap = tl.load(group + STEP_CAP)
     beta1 = tl.load(group + BETA1)
     weight_decay = tl.load(group + WEIGHT_DECAY)
-    a = effective_lr(lr, weight_decay, REGULARISED)
+    c, left = largest_step(lr, step_cap), schedule(lr, step_cap)
+    a = effective_step(c, weight_decay, REGULARISED)
     gradient_scale = clip / tl.load(inputs + GRAD_SCALE)
     gamma = a * rho
     flatness, curvature = 1.0, 0.0
     if COORDINATE:
         # Divided by the larger of the two, neither overflows; both are 0 where c and h are.
         two_h = 2 * aimed_loss(inputs)
-        gamma = tl.minimum(lr, two_h)
-        larger = tl.maximum(lr, two_h)
+        gamma = tl.minimum(c, two_h)
+        larger = tl.maximum(c, two_h)
         flatness = tl.where(larger == 0, 0.0, two_h / larger).to(tl.float32)
-        curvature = tl.where(larger == 0, 0.0, lr / larger).to(tl.float32)
-    step = (1 - beta1) * (schedule * gamma)
-    decay = weight_decay * (schedule * a)
+        curvature = tl.where(larger == 0, 0.0, c / larger).to(tl.float32)
+    step = (1 - beta1) * (left * gamma)
+    decay = weight_decay * (left * a)
     return (
         gradient_scale.to(tl.float32), beta1.to(tl.float32), step.to(tl.float32), flatness, curvature,
         decay.to(tl.float32),
@@ -336,12 +349,12 @@ def reduce(
     replicas = tl.load(row + REPLICAS * n_rows).to(tl.float64)
     weighted /= replicas
     alignment /= replicas
-    lr = tl.load(group + LR)
+    c = largest_step(tl.load(group + LR), tl.load(group + STEP_CAP))
     weight_decay = tl.load(group + WEIGHT_DECAY)
     ours = partials + i_chunk
-    tl.store(ours + WEIGHTED * n_chunks, effective_lr(lr, weight_decay, REGULARISED) * weighted)
+    tl.store(ours + WEIGHTED * n_chunks, effective_step(c, weight_decay, REGULARISED) * weighted)
     if REGULARISED:
-        tl.store(ours + ALIGNMENT * n_chunks, lr * weight_decay * alignment)
+        tl.store(ours + ALIGNMENT * n_chunks, c * weight_decay * alignment)
     if not RMS:
         tl.store(ours + NORM * n_chunks, weighted)
 
@@ -416,12 +429,11 @@ def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr):
 
 @device
 def write_telemetry(
-    groups, sizes, totals, n_groups, n_buckets, rho, reason,
+    groups, sizes, norm, n_groups, rho, reason,
     COORDINATE: tl.constexpr, REGULARISED: tl.constexpr, BLOCK: tl.constexpr = 128,
 ):
     """The norm, rho, and gamma of each group, unless the step was skipped."""
-    _, _, norm = sum_buckets(totals, n_buckets)
-    tl.store(sizes + GRAD_NORM, tl.sqrt(norm), mask=reason == NONE)
+    tl.store(sizes + SQUARED_NORM, norm, mask=reason == NONE)
     if not COORDINATE:  # coordinate rules have no rho
         write_step_sizes(groups, sizes, n_groups, rho, reason, REGULARISED, BLOCK)
 
@@ -435,10 +447,10 @@ def write_step_sizes(
         o = i + tl.arange(0, BLOCK)
         mask = o < n_groups
         b_lr = tl.load(groups + GROUP_COLUMNS * o + LR, mask=mask, other=0.0)
-        b_schedule = tl.load(groups + GROUP_COLUMNS * o + SCHEDULE, mask=mask, other=0.0)
+        b_step_cap = tl.load(groups + GROUP_COLUMNS * o + STEP_CAP, mask=mask, other=0.0)
         b_weight_decay = tl.load(groups + GROUP_COLUMNS * o + WEIGHT_DECAY, mask=mask, other=0.0)
-        b_a = effective_lr(b_lr, b_weight_decay, REGULARISED)
-        tl.store(sizes + STEP_SIZES + o, b_schedule * b_a * rho, mask=mask)
+        b_a = effective_step(largest_step(b_lr, b_step_cap), b_weight_decay, REGULARISED)
+        tl.store(sizes + STEP_SIZES + o, schedule(b_lr, b_step_cap) * b_a * rho, mask=mask)
 
 
 @device
@@ -471,7 +483,8 @@ def apply(
     if RMS:
         k_v = moment_coefficients(group, tl.load(row + STEP * n_rows))
 
-    rho, clip, reason = shrink(totals, n_buckets, inputs, RMS)
+    total = sum_buckets(totals, n_buckets)
+    rho, clip, reason = shrink(total, inputs, RMS)
     n = tl.where((reason == NONE) & (tl.load(row + G * n_rows) != 0), n, 0)
 
     k = coefficients(inputs, group, clip, rho, COORDINATE, REGULARISED)
@@ -504,8 +517,8 @@ def apply(
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:
         tl.store(ticket, 0)
-        if QUANTISED:  # again, rather than kept in registers
-            rho, clip, reason = shrink(totals, n_buckets, inputs, RMS)
+        total = sum_buckets(totals, n_buckets)  # again, rather than kept in registers
+        rho, clip, reason = shrink(total, inputs, RMS)
         advance_steps(table, n_rows, reason, BLOCK // VECTOR)
-        write_telemetry(groups, sizes, totals, n_groups, n_buckets, rho, reason, COORDINATE, REGULARISED)
+        write_telemetry(groups, sizes, total[2], n_groups, rho, reason, COORDINATE, REGULARISED)
         count_step(counts, reason, last)
