@@ -51,6 +51,8 @@ test-ptx: $(BUILT)
 test-triton: $(BUILT)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
 		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py tests/test_buckets.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton \
+		tests/test_target.py -k "(0.8 and clipping) or telemetry or keeps_the_norm or scales"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
 		tests/test_layouts.py -k "float32 or expanded or complex"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \

@@ -431,10 +431,7 @@ class NGNOptimizer(Optimizer):
                 "loss_target": self._loss_target,
                 "max_grad_norm": self._max_grad_norm,
             }
-            groups = [
-                v._replace(lr=0.0) if i in device_lrs else v
-                for i, v in enumerate(values)
-            ]
+            groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
             params = [p for group in self.param_groups for p in group["params"]]
             backend = partial(default_backend, self._backend)
             agreement = self._ranks.agreement(options, groups, params, self._storage, backend)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -17,7 +19,6 @@ from ngn_kernels import NGNM, SkippedStepWarning
 TARGETS = (0.0, 0.8, 0.99)
 
 
-@pytest.mark.essential
 @EVERY
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("caps", [(None, None), (3.0, None), (0.5, 40.0)], ids=str)
@@ -124,6 +125,13 @@ def test_a_skipped_step_keeps_the_norm_of_the_last_one(backend: str) -> None:
     with pytest.warns(SkippedStepWarning):
         optimizer.step(loss=1.0)
     assert float(optimizer.grad_norm) == 4.0
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies(way: Any) -> None:
+    optimizer = NGNMDv1.simple([Parameter(torch.ones(3))], step_cap=4.0, loss_target=0.25)
+    copied = way(optimizer)
+    assert copied.loss_target == 0.25 and copied.param_groups[0]["step_cap"] == 4.0
 
 
 @pytest.mark.parametrize("value", [1, 1.0, -0.1, float("nan"), float("inf"), "0.5", None, True])

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 import ngn_kernels.backends as backends
 from ngn_kernels import formats
 from ngn_kernels.layout import Column, Input
+from ngn_kernels.options import SAVED_OPTIONS
 from ngn_kernels.planning.tables import Inputs
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -59,7 +60,7 @@ def steps(
     algorithm: Algorithm, columns: list[list[Tensor]], count: int = 2, **options: Any
 ) -> Iterator[Pair]:
     """Some steps, each from the state of the one before and checked against the oracle."""
-    known = {k: options[k] for k in ("max_grad_norm", "loss_floor") if k in options}
+    known = {k: v for k, v in options.items() if k in SAVED_OPTIONS}
     pair = Pair(algorithm, algorithm.build(columns, backend="triton", **options), **known)
     for k in range(count):
         random_gradients(params_of(pair.optimizer), seed=k, norm=2.0)
@@ -106,6 +107,15 @@ def test_every_rule(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
     assert {launched.kernel for launched in gpu.launches} == (
         {"apply"} if algorithm.coordinate else {"reduce", "apply"}
     )
+
+
+@EVERY
+def test_a_target_and_a_cap(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
+    pairs = steps(algorithm, random_columns(SHAPES), 3, max_grad_norm=1.0, loss_target=0.8)
+    for pair, cap in zip(pairs, (None, 0.05, 8.0), strict=True):
+        pair.optimizer.param_groups[1]["step_cap"] = cap
+    norm = torch.cat([p.grad.flatten() for p in params_of(pair.optimizer)]).norm()
+    assert float(pair.optimizer.grad_norm) == pytest.approx(float(norm), rel=1e-5)
 
 
 @EVERY

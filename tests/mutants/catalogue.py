@@ -53,6 +53,7 @@ INTERPRETED = "TRITON_INTERPRET=1 --backend triton "
 PYTHON_SIGNATURE = "--signature python "
 BUCKETS = "tests/test_buckets.py"
 ROUGH = "tests/test_rough_handling.py"
+TARGET = "tests/test_target.py"
 SAME_INSTRUCTIONS = (
     "Triton 3.7.1 puts this barrier there by itself: test_a_missing_barrier_is_a_race holds that the "
     "instructions are the same, and test_every_barrier_is_needed takes it out of them"
@@ -415,10 +416,31 @@ OPTIMIZER = of(
     ),
     (
         "optimizer-a-new-key-is-not-checked",
-        'group["weight_decay"], len(group)))',
-        'group["weight_decay"]))',
+        "seen.append((lr, betas, others, values, len(group)))",
+        "seen.append((lr, betas, others, values))",
         f"{ROUGH} -k values_of_other_algorithms",
         "values that an algorithm lacks are refused",
+    ),
+    (
+        "optimizer-a-new-cap-is-not-seen",
+        'values = group["weight_decay"], group["step_cap"]',
+        'values = group["weight_decay"], None',
+        f"{TARGET} -k 'under_a_schedule and cpu'",
+        "a cap that is set later is used",
+    ),
+    (
+        "optimizer-ranks-do-not-compare-targets",
+        '"loss_target": self._loss_target,\n                "max_grad_norm": self._max_grad_norm,',
+        '"max_grad_norm": self._max_grad_norm,',
+        "tests/ranks/test_troubles.py -k 'raise_together and loss_target'",
+        "ranks aim at the same loss",
+    ),
+    (
+        "optimizer-a-copy-forgets-its-target",
+        '            "_loss_target": self._loss_target,\n',
+        '            "_loss_target": 0.0,\n',
+        f"{TARGET} -k copies",
+        "a copy has the options of its original",
     ),
     (
         "optimizer-backend-set-later",
@@ -935,6 +957,20 @@ CHECKPOINT = of(
 STEP_SIZE = of(
     "step_size.py",
     (
+        "reference-aim",
+        "return inputs.scalars[Input.AIM] * above",
+        "return above",
+        f"{TARGET} -k 'under_a_schedule and reference'",
+        "a target takes its part off the loss",
+    ),
+    (
+        "reference-cap",
+        "largest = torch.where(capped, step_cap, lr)",
+        "largest = lr",
+        f"{TARGET} -k 'under_a_schedule and reference'",
+        "rho is computed at the cap",
+    ),
+    (
         "reference-0-by-0",
         "rho = rho.masked_fill(denominator == 0, 1.0)",
         "rho = rho.masked_fill(denominator == 0, 0.0)",
@@ -1181,8 +1217,8 @@ REFERENCE = of(
     ),
     (
         "reference-curvature-at-1e-40",
-        "largest = torch.maximum(lr, two_h)",
-        "largest = two_h",
+        "larger = torch.maximum(c, two_h)",
+        "larger = two_h",
         f"{ROUGH} -k 'at_the_edges and reference'",
         "coordinate steps at a loss of 1e-40",
     ),
@@ -1195,12 +1231,17 @@ REFERENCE = of(
     ),
     (
         "reference-erratum",
-        "lr * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas",
-        "a_j * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas".replace(
-            "a_j", "effective_lr(rule, lr, weight_decay)"
-        ),
+        "steps.largest * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas",
+        "steps.effective * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas",
         "tests/test_identities.py -k erratum",
         "W as it is printed",
+    ),
+    (
+        "reference-schedule-of-decay",
+        "decay=weight_decay * (schedule * a),",
+        "decay=weight_decay * a,",
+        f"{TARGET} -k 'under_a_schedule and reference'",
+        "a schedule scales the decay",
     ),
     (
         "reference-writes-row-by-row",
@@ -1230,9 +1271,8 @@ RULE_H = of(
     ),
     (
         "rule-curvature-at-1e-40",
-        "const double smaller = group.lr < two_h ? group.lr : two_h, "
-        "larger = group.lr < two_h ? two_h : group.lr;",
-        "const double smaller = group.lr, larger = two_h;",
+        "const double smaller = c < two_h ? c : two_h, larger = c < two_h ? two_h : c;",
+        "const double smaller = c, larger = two_h;",
         f"{ROUGH} -k 'at_the_edges and cpu'",
         "coordinate steps at a loss of 1e-40",
     ),
@@ -1280,8 +1320,8 @@ RULE_H = of(
     ),
     (
         "rule-unit-of-the-curvature",
-        "k.curvature = static_cast<T>(larger > 0 ? group.lr / larger * unit : 0);",
-        "k.curvature = static_cast<T>(larger > 0 ? group.lr / larger : 0);",
+        "k.curvature = static_cast<T>(larger > 0 ? c / larger * unit : 0);",
+        "k.curvature = static_cast<T>(larger > 0 ? c / larger : 0);",
         "tests/test_conformance.py -k 'steps_from_identical_state and cpu and NGNMDv2'",
         "the paper's step sizes of coordinates",
     ),
@@ -1294,10 +1334,45 @@ RULE_H = of(
     ),
     (
         "rule-regularised-lr",
-        "return rule.regularised ? group.lr / (1 + group.weight_decay * group.lr) : group.lr;",
-        "return group.lr;",
+        "return rule.regularised ? c / (1 + group.weight_decay * c) : c;",
+        "return c;",
         "tests/test_conformance.py -k 'steps_from_identical_state and cpu and NGNMDv1W'",
         "the paper's regularised decay",
+    ),
+    (
+        "rule-aim",
+        "return inputs.aim * (inputs.loss - inputs.loss_floor);",
+        "return inputs.loss - inputs.loss_floor;",
+        f"{TARGET} -k 'under_a_schedule and cpu'",
+        "a target takes its part off the loss",
+    ),
+    (
+        "rule-aim-above-0",
+        "return inputs.aim * (inputs.loss - inputs.loss_floor);",
+        "return inputs.aim * inputs.loss - inputs.loss_floor;",
+        f"{TARGET} -k 'under_a_schedule and cpu'",
+        "a target is a part of what is above the floor",
+    ),
+    (
+        "rule-cap",
+        "return group.step_cap > 0 ? group.step_cap : group.lr;",
+        "return group.lr;",
+        f"{TARGET} -k 'under_a_schedule and cpu'",
+        "rho is computed at the cap",
+    ),
+    (
+        "rule-schedule-of-the-step",
+        "(1 - group.beta1) * (left * gamma) * unit",
+        "(1 - group.beta1) * gamma * unit",
+        f"{TARGET} -k 'under_a_schedule and cpu'",
+        "a schedule scales the gradient part",
+    ),
+    (
+        "rule-schedule-of-decay",
+        "group.weight_decay * (left * a)",
+        "group.weight_decay * a",
+        f"{TARGET} -k 'under_a_schedule and cpu'",
+        "a schedule scales the decay",
     ),
 )
 
@@ -1571,10 +1646,52 @@ KERNELS = of(
     ),
     (
         "triton-curvature-at-1e-40",
-        "        gamma = tl.minimum(lr, two_h)\n        larger = tl.maximum(lr, two_h)\n",
-        "        gamma = lr\n        larger = two_h\n",
+        "        gamma = tl.minimum(c, two_h)\n        larger = tl.maximum(c, two_h)\n",
+        "        gamma = c\n        larger = two_h\n",
         INTERPRETED + f"{ROUGH} -k at_the_edges",
         "coordinate steps at a loss of 1e-40",
+    ),
+    (
+        "triton-aim",
+        "return tl.load(inputs + AIM) * (tl.load(inputs + LOSS) - tl.load(inputs + LOSS_FLOOR))",
+        "return tl.load(inputs + LOSS) - tl.load(inputs + LOSS_FLOOR)",
+        INTERPRETED + f"{TARGET} -k 'under_a_schedule and 0.8 and clipping'",
+        "a target takes its part off the loss",
+    ),
+    (
+        "triton-cap-of-the-sums",
+        "c = largest_step(tl.load(group + LR), tl.load(group + STEP_CAP))",
+        "c = tl.load(group + LR)",
+        INTERPRETED + f"{TARGET} -k 'under_a_schedule and 0.8 and clipping'",
+        "rho is computed at the cap",
+    ),
+    (
+        "triton-schedule-of-the-step",
+        "(1 - beta1) * (left * gamma)",
+        "(1 - beta1) * gamma",
+        INTERPRETED + f"{TARGET} -k 'under_a_schedule and 0.8 and clipping'",
+        "a schedule scales the gradient part",
+    ),
+    (
+        "triton-schedule-of-decay",
+        "weight_decay * (left * a)",
+        "weight_decay * a",
+        INTERPRETED + f"{TARGET} -k 'under_a_schedule and 0.8 and clipping'",
+        "a schedule scales the decay",
+    ),
+    (
+        "triton-schedule-of-step-sizes",
+        "schedule(b_lr, b_step_cap) * b_a * rho",
+        "b_a * rho",
+        INTERPRETED + f"{TARGET} -k telemetry",
+        "step sizes are those of the step",
+    ),
+    (
+        "triton-norm-of-a-skipped-step",
+        "tl.store(sizes + SQUARED_NORM, norm, mask=reason == NONE)",
+        "tl.store(sizes + SQUARED_NORM, norm)",
+        INTERPRETED + f"{TARGET} -k keeps_the_norm",
+        "a skipped step reports nothing",
     ),
     (
         "triton-0-by-0",
@@ -1616,18 +1733,18 @@ KERNELS = of(
     (
         "triton-ticket-of-reduce-relaxed",
         'if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:\n'
-        "        tl.store(ticket, 0)\n        total",
+        "        tl.store(ticket, 0)\n        total = sums",
         'if tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == n_chunks - 1:\n'
-        "        tl.store(ticket, 0)\n        total",
+        "        tl.store(ticket, 0)\n        total = sums",
         "tests/test_triton_races.py -k 'no_race_in_any_order and NGNM'",
         "the last block sees all partial sums",
     ),
     (
         "triton-ticket-of-apply-relaxed",
         'if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:\n'
-        "        tl.store(ticket, 0)\n        if QUANTISED",
+        "        tl.store(ticket, 0)\n        total = sum_buckets",
         'if tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == n_chunks - 1:\n'
-        "        tl.store(ticket, 0)\n        if QUANTISED",
+        "        tl.store(ticket, 0)\n        total = sum_buckets",
         "tests/test_triton_races.py -k 'no_race_in_any_order and NGNM'",
         "the last block advances counts that all others have read",
     ),

@@ -69,7 +69,11 @@ class Ranks:
         self.owned = rng.random() < 0.5
         self.meshes = rng.random() < 0.6
         self.hypers = [self.new_hyper(rng) for _ in range(2)]
-        self.options = {"max_grad_norm": rng.choice((None, 0.5)), "loss_floor": 0.0, "loss_target": 0.0}
+        self.options = {
+            "max_grad_norm": rng.choice((None, 0.5)),
+            "loss_floor": 0.0,
+            "loss_target": 0.0,
+        }
         self.backend = rng.choice(("cpu", "reference"))
         kinds = ["ordinary"] * 2
         if self.meshes:

@@ -37,7 +37,6 @@ from .layout_constants import (
     EPS,
     EXACT,
     FOUND_INF,
-    SQUARED_NORM,
     GRAD_SCALE,
     GRADIENT_NOT_FINITE,
     GROUP,
@@ -62,6 +61,7 @@ from .layout_constants import (
     REPLICAS,
     SHRINK,
     SKIPPED,
+    SQUARED_NORM,
     STEP,
     STEP_CAP,
     STEP_SIZES,
@@ -517,8 +517,9 @@ def apply(
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == n_chunks - 1:
         tl.store(ticket, 0)
-        total = sum_buckets(totals, n_buckets)  # again, rather than kept in registers
-        rho, clip, reason = shrink(total, inputs, RMS)
+        total = sum_buckets(totals, n_buckets)
+        if QUANTISED:  # again, rather than kept in registers
+            rho, clip, reason = shrink(total, inputs, RMS)
         advance_steps(table, n_rows, reason, BLOCK // VECTOR)
         write_telemetry(groups, sizes, total[2], n_groups, rho, reason, COORDINATE, REGULARISED)
         count_step(counts, reason, last)
