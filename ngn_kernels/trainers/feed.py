@@ -100,5 +100,7 @@ def telemetry(optimizers: list[NGNOptimizer]) -> dict[str, Tensor]:
             logs[f"{name}/shrink"] = shrink
             for group, size in enumerate(sizes):
                 logs[f"{name}/step_size" + (f"/{group}" if group else "")] = size
+        if (norm := optimizer.grad_norm) is not None:
+            logs[f"{name}/grad_norm"] = norm
         logs[f"{name}/skipped_steps"] = optimizer.skipped_steps
     return logs

@@ -22,7 +22,7 @@ def feed_loss(owner: Owner) -> Owner:
     Args:
         owner: an ``accelerate.Accelerator`` or a ``transformers.Trainer`` (TRL's are such),
             before or after its optimizer was made. A trainer's logs also get ``ngn/shrink``,
-            ``ngn/step_size`` and ``ngn/skipped_steps``.
+            ``ngn/step_size``, ``ngn/grad_norm`` and ``ngn/skipped_steps``.
 
     Returns:
         The owner.

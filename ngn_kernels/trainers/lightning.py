@@ -20,8 +20,8 @@ def FeedLoss() -> Any:
     """A callback that lets what ``backward()`` is called on reach the NGN optimizers.
 
     Write ``Trainer(callbacks=[FeedLoss()])``. It serves automatic and manual optimization
-    (``self.manual_backward(loss)``) and logs ``ngn/shrink``, ``ngn/step_size`` and
-    ``ngn/skipped_steps``.
+    (``self.manual_backward(loss)``) and logs ``ngn/shrink``, ``ngn/step_size``,
+    ``ngn/grad_norm`` and ``ngn/skipped_steps``.
     """
     names = [name for name in PACKAGES if name in sys.modules]
     if not names:

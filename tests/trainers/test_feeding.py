@@ -108,6 +108,23 @@ def test_coordinate_rules_have_no_shrink_to_log() -> None:
     assert "ngn/skipped_steps" in log and "ngn/shrink" not in log
 
 
+@pytest.mark.parametrize("clipping", [None, 0.5])
+def test_the_norm_is_logged_where_it_is_known(clipping: float | None) -> None:
+    model = Model()
+    optimizer = NGNMDv1(model.parameters(), max_grad_norm=clipping)
+    norms: list[float] = []
+
+    def note(*_: Any) -> None:
+        norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
+
+    optimizer.register_step_pre_hook(note)
+    options = {"max_steps": 2, "max_grad_norm": 0.0}  # the trainer's own clipping would come first
+    trainer = feed_loss(runs.hf_trainer(model, (optimizer, None), **options))
+    trainer.train()
+    logged = [log["ngn/grad_norm"] for log in trainer.state.log_history if "ngn/grad_norm" in log]
+    assert logged == (pytest.approx(norms, rel=1e-5) if clipping else [])
+
+
 def test_several_groups_are_logged_by_number() -> None:
     model = Model()
     groups = [
