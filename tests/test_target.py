@@ -101,6 +101,17 @@ def test_a_schedule_scales_the_whole_step(backend: str) -> None:
 
 
 @EVERY
+def test_options_that_are_set_later_are_used(algorithm: Algorithm, backend: str) -> None:
+    """Each alone changes, and nothing else does."""
+    optimizer = algorithm.build(random_columns(SHAPES), backend=backend)
+    settings: list[tuple[float, float | None]] = [(0.0, None), (0.0, 2.0), (0.9, 2.0), (0.9, None)]
+    random_gradients(params_of(optimizer), seed=0)
+    for target, cap in settings:
+        optimizer.loss_target, optimizer.param_groups[1]["step_cap"] = target, cap
+        Pair(algorithm, optimizer, loss_target=target).checked_step(0.4)
+
+
+@EVERY
 def test_the_norm_is_known_where_a_pass_computes_it(algorithm: Algorithm, backend: str) -> None:
     optimizer = algorithm.build(random_columns(SHAPES), TWO_GROUPS, backend=backend)
     assert optimizer.grad_norm is None

@@ -425,7 +425,7 @@ OPTIMIZER = of(
         "optimizer-a-new-cap-is-not-seen",
         'values = group["weight_decay"], group["step_cap"]',
         'values = group["weight_decay"], None',
-        f"{TARGET} -k 'under_a_schedule and cpu'",
+        f"{TARGET} -k 'set_later and cpu'",
         "a cap that is set later is used",
     ),
     (
