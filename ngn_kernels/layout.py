@@ -72,7 +72,7 @@ class Size(IntEnum):
     """The floating-point numbers of a report; gamma of each group follows from STEP_SIZES on."""
 
     SHRINK = 0
-    SQUARED_NORM = 1  # before clipping, where a pass computes it
+    SQUARED_NORM = 1  # of the gradients before clipping; NaN where no pass computes it
     STEP_SIZES = 2
 
 

@@ -5,6 +5,7 @@ The reference engine uses it, and any device on which no parameter lies. Nothing
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .rules import Rule
 class Shrink(NamedTuple):
     rho: Tensor
     clip: Tensor
-    squared_norm: Tensor  # of the gradients before clipping; 0 where no pass computes it
+    squared_norm: Tensor  # of the gradients before clipping; NaN where no pass computes it
     reason: Tensor
 
 
@@ -55,6 +56,8 @@ def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
         (inputs.scalars[Input.FOUND_INF] != 0, Reason.AMP_OVERFLOW),
     ):
         reason = reason.masked_fill(condition, int(code))
+    if rule.coordinate or rule.rms:
+        squared_norm = squared_norm.masked_fill(~max_grad_norm.isfinite(), math.nan)
     return Shrink(rho, clip, squared_norm, reason)
 
 

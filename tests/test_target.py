@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from algorithms import EVERY, SCALAR, TWO_GROUPS, Algorithm, NGNMDv1, NGNMDv1W
+from algorithms import EVERY, SCALAR, TWO_GROUPS, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
 from helpers import SHAPES, params_of, random_columns, random_gradients, snapshot
 from pair import Pair
 from torch.nn import Parameter
@@ -143,6 +144,29 @@ def test_copies(way: Any) -> None:
     optimizer = NGNMDv1.simple([Parameter(torch.ones(3))], step_cap=4.0, loss_target=0.25)
     copied = way(optimizer)
     assert copied.loss_target == 0.25 and copied.param_groups[0]["step_cap"] == 4.0
+
+
+@pytest.mark.parametrize("algorithm", [NGNMDv1, NGNMDv2], ids=str)
+def test_a_norm_is_of_the_last_applied_step(algorithm: Algorithm, backend: str) -> None:
+    """Clipping begins with a step that is skipped: the one before has computed no norm."""
+    optimizer = algorithm.simple([Parameter(torch.ones(4))], backend=backend)
+    (p,) = params_of(optimizer)
+    known = []
+    for clipping, gradient in (
+        (None, 2.0),
+        (1.0, float("inf")),
+        (1.0, 2.0),
+        (None, 1.0),
+        (1.0, 3.0),
+    ):
+        optimizer.max_grad_norm = clipping
+        p.grad = torch.full((4,), gradient)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SkippedStepWarning)
+            optimizer.step(loss=1.0)
+        norm = optimizer.grad_norm
+        known.append(None if norm is None else float(norm))
+    assert known == [None, None, 4.0, None, 6.0]
 
 
 @pytest.mark.parametrize("value", [1, 1.0, -0.1, float("nan"), float("inf"), "0.5", None, True])

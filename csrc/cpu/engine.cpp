@@ -116,7 +116,7 @@ void apply(const Bucket& bucket, const Rule& rule, int threads, bool last) {
       if (row.g) *row.step += 1;
     }
     bucket.sizes[SHRINK] = shrink.rho;
-    bucket.sizes[SQUARED_NORM] = sums.norm;
+    bucket.sizes[SQUARED_NORM] = ngn::knows_norm(rule, *bucket.inputs) ? sums.norm : NAN;
     for (int64_t j = 0; j < bucket.group_count; ++j) {
       const Group& group = bucket.groups[j];
       bucket.sizes[STEP_SIZES + j] = schedule(group) * effective_step(rule, group) * shrink.rho;

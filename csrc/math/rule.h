@@ -45,6 +45,11 @@ NGN_HD inline bool is_finite(double value) { return value - value == 0; }
 // h = (1 - loss_target) (f - loss_floor): what a step aims to remove of the loss
 NGN_HD inline double aimed_loss(const Inputs& inputs) { return inputs.aim * (inputs.loss - inputs.loss_floor); }
 
+// Whether a pass of the step has summed g^2 alone.
+NGN_HD inline bool knows_norm(const Rule& rule, const Inputs& inputs) {
+  return inputs.max_grad_norm < INFINITY || !(rule.coordinate || rule.rms);
+}
+
 // s = min(1, max_grad_norm / (norm + 1e-6))
 NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
   if (!is_finite(max_grad_norm)) return 1.0;

@@ -429,10 +429,12 @@ def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr):
 
 @device
 def write_telemetry(
-    groups, sizes, norm, n_groups, rho, reason,
-    COORDINATE: tl.constexpr, REGULARISED: tl.constexpr, BLOCK: tl.constexpr = 128,
+    groups, inputs, sizes, norm, n_groups, rho, reason,
+    RMS: tl.constexpr, COORDINATE: tl.constexpr, REGULARISED: tl.constexpr, BLOCK: tl.constexpr = 128,
 ):
     """The norm, rho, and gamma of each group, unless the step was skipped."""
+    if RMS or COORDINATE:  # whose passes sum g^2 for clipping alone
+        norm = tl.where(tl.load(inputs + MAX_GRAD_NORM) < INFINITY, norm, float("nan"))
     tl.store(sizes + SQUARED_NORM, norm, mask=reason == NONE)
     if not COORDINATE:  # coordinate rules have no rho
         write_step_sizes(groups, sizes, n_groups, rho, reason, REGULARISED, BLOCK)
@@ -521,5 +523,5 @@ def apply(
         if QUANTISED:  # again, rather than kept in registers
             rho, clip, reason = shrink(total, inputs, RMS)
         advance_steps(table, n_rows, reason, BLOCK // VECTOR)
-        write_telemetry(groups, sizes, total[2], n_groups, rho, reason, COORDINATE, REGULARISED)
+        write_telemetry(groups, inputs, sizes, total[2], n_groups, rho, reason, RMS, COORDINATE, REGULARISED)
         count_step(counts, reason, last)
