@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -34,7 +33,7 @@ from .options import (
 from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misplaced
 from .planning.rows import Participant
 from .planning.tables import DeviceTables, GroupValues, StepOptions
-from .rules import RULES, Rule
+from .rules import RULES, Rule, rule_of
 
 # What makes optimizers create their state by a step at lr 0.
 INITIALISES_STATE = "torch.distributed.checkpoint.state_dict._init_optim_state"
@@ -66,6 +65,8 @@ class NGNOptimizer(Optimizer):
         loss_target: each step aims at this fraction of the current loss above its floor, in [0, 1);
             0 is the paper.
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
+        decay_form: "paper": weight decay enters the momentum; "adamw": it is taken off the parameter
+            beside the step, as AdamW does.
         backend: "auto", "triton", "cpu" or "reference".
         reduce_group: the ranks that share one step size: "auto" (all of torch.distributed's, if
             there are several), a process group, or None for this process alone.
@@ -99,6 +100,7 @@ class NGNOptimizer(Optimizer):
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
+        decay_form: str = "paper",
         backend: str = "auto",
         state: str | tuple[str, str] = "float32",
         rounding: str = "nearest",
@@ -111,6 +113,8 @@ class NGNOptimizer(Optimizer):
         self.loss_floor = loss_floor
         self.loss_target = loss_target
         self.max_grad_norm = max_grad_norm
+        self._own_rule = rule_of(defaults["algorithm"], decay_form)
+        self._decay_form = decay_form
         self.backend = backend
         self._pending = PendingLoss()  # one object, which proxies that copy __dict__ share
         self._skipped_before = 0
@@ -160,6 +164,16 @@ class NGNOptimizer(Optimizer):
         self._max_grad_norm = None if value is None else float(value)
 
     @property
+    def decay_form(self) -> str:
+        return self._decay_form
+
+    @decay_form.setter
+    def decay_form(self, value: str) -> None:
+        self._own_rule = rule_of(self.defaults["algorithm"], value)
+        self._decay_form = value
+        self._set_rule(self.rule.momentum)
+
+    @property
     def backend(self) -> str:
         return self._backend
 
@@ -168,6 +182,9 @@ class NGNOptimizer(Optimizer):
         check_backend(name)
         self._backend = name
         self._plan = None
+
+    def _options(self) -> StepOptions:
+        return StepOptions(self._loss_floor, self._loss_target, self._max_grad_norm)
 
     def _option(self, name: str) -> Any:
         """As it was given; the attribute `state` is every optimizer's own."""
@@ -226,8 +243,8 @@ class NGNOptimizer(Optimizer):
     def _set_rule(self, momentum: bool) -> None:
         """The point of the grid; momentum is on once any group has had some."""
         momentum = momentum or any(_betas(group)[0] > 0 for group in self.param_groups)
-        rule = RULES[self.defaults["algorithm"]]
-        self.rule = rule if rule.momentum == momentum else replace(rule, momentum=momentum)
+        rule = self._own_rule
+        self.rule = rule if rule.momentum == momentum else rule.with_momentum(momentum)
 
     def _group_values(self) -> tuple[list[GroupValues], dict[int, Tensor]]:
         """The groups' values, checked if they changed; lrs on a device are returned apart, unread."""
@@ -392,7 +409,7 @@ class NGNOptimizer(Optimizer):
             device.inputs.set_groups(values, device_lrs)
             device.inputs.set(
                 loss,
-                StepOptions(self._loss_floor, self._loss_target, self._max_grad_norm),
+                self._options(),
                 (self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")),
             )
             device.inputs.send()
@@ -423,13 +440,14 @@ class NGNOptimizer(Optimizer):
         self, plan: Plan | None, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> Agreement:
         """What must be the same on every rank, made again where something has changed."""
-        made_of = values, self._loss_floor, self._loss_target, self._max_grad_norm
+        made_of = values, self._options(), self._decay_form
         if plan is None or self._agreed[0] != made_of:
             options = {
                 "the algorithm": self.defaults["algorithm"],
                 "loss_floor": self._loss_floor,
                 "loss_target": self._loss_target,
                 "max_grad_norm": self._max_grad_norm,
+                "decay_form": self._decay_form,
             }
             groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
             params = [p for group in self.param_groups for p in group["params"]]
@@ -538,6 +556,8 @@ class NGNOptimizer(Optimizer):
             "_loss_floor": self._loss_floor,
             "_loss_target": self._loss_target,
             "_max_grad_norm": self._max_grad_norm,
+            "_decay_form": self._decay_form,
+            "_own_rule": self._own_rule,
             "_backend": self._backend,
             "_ranks": self._ranks,
             "_storage": self._storage,

@@ -21,6 +21,7 @@ PER_OPTIMIZER = (
         "loss_floor",
         "loss_target",
         "max_grad_norm",
+        "decay_form",
         "backend",
         "preconditioner",
         "state",
@@ -31,7 +32,7 @@ PER_OPTIMIZER = (
 
 
 # Saved with a run; one that loads it keeps its own and warns of others.
-SAVED_OPTIONS = ("loss_floor", "loss_target", "max_grad_norm")
+SAVED_OPTIONS = ("loss_floor", "loss_target", "max_grad_norm", "decay_form")
 
 
 class Options(TypedDict, total=False):
@@ -40,6 +41,7 @@ class Options(TypedDict, total=False):
     loss_floor: float
     loss_target: float
     max_grad_norm: float | None
+    decay_form: str
     backend: str
     state: str | tuple[str, str]
     rounding: str

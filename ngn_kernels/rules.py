@@ -18,12 +18,19 @@ class Rule:
         rms: D is eps + the root of the bias-corrected second moment; otherwise 1.
         regularised: weight decay is part of the model that the step minimises; otherwise it is added
             to the displacement.
+        adamw_decay: weight decay is taken off the parameter beside the displacement, so that
+            momentum does not keep it. Without momentum both are the same.
     """
 
     momentum: bool = False
     coordinate: bool = False
     rms: bool = False
     regularised: bool = False
+    adamw_decay: bool = False
+
+    def with_momentum(self, momentum: bool) -> Rule:
+        """The same with momentum or without; a rule without has one place for decay."""
+        return replace(self, momentum=momentum, adamw_decay=self.adamw_decay and momentum)
 
     @property
     def reduce_reads(self) -> tuple[str, ...]:
@@ -49,7 +56,7 @@ class Rule:
         norm is what NGN reduces. A scalar rule without RMS gets it from its own reduce. Momentum
         plays no part in a sum, so it is off here and a backend needs no variants for it.
         """
-        own = () if self.coordinate else (replace(self, momentum=False),)
+        own = () if self.coordinate else (self.with_momentum(False),)
         return (NORM, *own) if clipping and (self.coordinate or self.rms) else own
 
 
@@ -69,3 +76,16 @@ RULES: dict[str, Rule] = {
     "DecNGNMDv1": Rule(momentum=True, rms=True),
     "NGNMDv1W": Rule(momentum=True, rms=True, regularised=True),
 }
+DECAY_FORMS = ("paper", "adamw")
+
+
+def rule_of(algorithm: str, decay_form: str) -> Rule:
+    """The rule of an algorithm, with one of the two forms of weight decay."""
+    if decay_form not in DECAY_FORMS:
+        raise ValueError(f'decay_form={decay_form!r}: must be "paper" or "adamw"')
+    rule = RULES[algorithm]
+    if decay_form == "adamw" and rule.regularised:
+        raise ValueError(
+            f'{algorithm} is a form of weight decay of its own: use NGNMDv1(..., decay_form="adamw")'
+        )
+    return replace(rule, adamw_decay=decay_form == "adamw" and rule.momentum)

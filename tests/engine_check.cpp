@@ -86,13 +86,13 @@ void run(const Rule& rule, DType x_type, DType g_type, DType state_type, int thr
   bucket.m_type = state_type;
   bucket.v_type = state_type;
 
-  engine_baseline.reduce(bucket, Rule{false, false, false, false}, threads);
+  engine_baseline.reduce(bucket, Rule{}, threads);
   if (!rule.coordinate) engine_baseline.reduce(bucket, rule, threads);
   engine_baseline.apply(bucket, rule, threads, true);
   uint64_t h = 14695981039346656037ull;
   for (int64_t i = 0; i < rows; ++i) h = hash(v[i], hash(m[i], hash(x[i], h)));
-  std::printf("%d%d%d%d %d%d%d threads %d rho %a skipped %lld hash %016llx\n", rule.momentum, rule.coordinate,
-              rule.rms, rule.regularised, static_cast<int>(x_type), static_cast<int>(g_type),
+  std::printf("%d%d%d%d%d %d%d%d threads %d rho %a skipped %lld hash %016llx\n", rule.momentum, rule.coordinate,
+              rule.rms, rule.regularised, rule.adamw_decay, static_cast<int>(x_type), static_cast<int>(g_type),
               static_cast<int>(state_type), threads, step_sizes[0], static_cast<long long>(counts.skipped),
               static_cast<unsigned long long>(h));
 }
@@ -104,9 +104,11 @@ int main(int argc, char** argv) {
   std::vector<int> teams;
   for (int i = 1; i < argc; ++i) teams.push_back(std::atoi(argv[i]));
   if (teams.empty()) teams = {1, 2};
-  for (int flags = 0; flags < 16; ++flags) {
-    const Rule rule = {(flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0};
+  for (int flags = 0; flags < 32; ++flags) {
+    const Rule rule = {(flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0,
+                       (flags & 16) != 0};
     if (rule.regularised && (rule.coordinate || !rule.rms)) continue;
+    if (rule.adamw_decay && (rule.regularised || !rule.momentum)) continue;
     for (const int threads : teams) {
       run(rule, DType::float64, DType::float64, DType::float64, threads);
       run(rule, DType::float32, DType::float32, DType::float32, threads);

@@ -78,6 +78,7 @@ class Oracle:
     loss_floor: float = 0.0
     loss_target: float = 0.0
     max_grad_norm: float | None = None
+    adamw_decay: bool = False
     step_sizes: list[float] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +155,12 @@ class Oracle:
     def _move(self, group: Group, variable: Variable, direction: Array) -> None:
         x, previous = variable.x, variable.previous
         decay = group.weight_decay * group.c
+        if self.adamw_decay:  # the momentum goes on from where the decayed parameter is
+            decayed = x - group.weight_decay * group.lr * x
+            step = -group.schedule * (1 - group.beta1) * direction
+            variable.x = np.asarray(decayed + step + group.beta1 * (x - previous))
+            variable.previous = decayed
+            return
         kept = x / (1 + decay) if self.algorithm == "NGNMDv1W" else x - decay * x
         step = (kept - x) - (1 - group.beta1) * direction
         moved = x + group.schedule * step + group.beta1 * (x - previous)

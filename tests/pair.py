@@ -130,6 +130,7 @@ class Pair:
             loss_floor=self.loss_floor,
             loss_target=self.loss_target,
             max_grad_norm=self.max_grad_norm,
+            adamw_decay=self.optimizer.decay_form == "adamw",
         )
         for p, group in self._params():
             state = numbers_in(self.optimizer, p)

@@ -207,10 +207,11 @@ PYBIND11_MODULE(_cpu, module) {
   module.attr("LAYOUT_CHECKSUM") = ngn::LAYOUT_CHECKSUM;
 
   py::class_<Rule>(module, "Rule")
-      .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised) {
-             return Rule{momentum, coordinate, rms, regularised};
+      .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised, bool adamw_decay) {
+             return Rule{momentum, coordinate, rms, regularised, adamw_decay};
            }),
-           py::kw_only(), py::arg("momentum"), py::arg("coordinate"), py::arg("rms"), py::arg("regularised"));
+           py::kw_only(), py::arg("momentum"), py::arg("coordinate"), py::arg("rms"), py::arg("regularised"),
+           py::arg("adamw_decay"));
 
   // noconvert: Python and the engine must share the memory of the tables.
   py::class_<BucketTables>(module, "Bucket")

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "math/convert.h"
+#include "math/rule.h"
 #include "math/tables.h"
 
 namespace ngn {
@@ -30,6 +31,16 @@ decltype(auto) dispatch_apply(const Rule& rule, F&& f) {
       return dispatch_flag(rule.rms, [&](auto rms) { return f(momentum, coordinate, rms); });
     });
   });
+}
+
+// f(DECAY); without momentum both places are the same.
+template <bool MOMENTUM, typename F>
+decltype(auto) dispatch_decay(const Rule& rule, bool any, F&& f) {
+  if (!any) return f(std::integral_constant<Decay, Decay::none>{});
+  if constexpr (MOMENTUM) {
+    if (rule.adamw_decay) return f(std::integral_constant<Decay, Decay::apart>{});
+  }
+  return f(std::integral_constant<Decay, Decay::in_displacement>{});
 }
 
 // Of a floating-point type; int8 and uint8 have no value without their scales.

@@ -90,7 +90,7 @@ bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, 
       const TensorRow row = row_of(bucket, chunk.row);
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
-      const bool kept_here = dispatch_flag(k.decay != 0, [&](auto decay) {
+      const bool kept_here = dispatch_decay<MOMENTUM>(rule, k.decay != 0, [&](auto decay) {
         return Loop<KIND>::template apply<MOMENTUM, COORDINATE, RMS, decay.value>(bucket, row, chunk.begin,
                                                                                   end_of(chunk, row), k);
       });

@@ -96,7 +96,7 @@ void reduce_elements(const T* x, const T* v, const T* g, int64_t n, const Coeffi
 }
 
 // True if any element kept its old value.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY, typename T>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, Decay DECAY, typename T>
 bool update_elements(T* x, T* m, T* v, const T* g, int64_t n, const Coefficients<T> k) {
   constexpr int width = VectorOf<T>::lanes;
   bool kept = false;
@@ -164,7 +164,7 @@ struct FloatLoop {
     }
   }
 
-  template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
+  template <bool MOMENTUM, bool COORDINATE, bool RMS, Decay DECAY>
   static bool apply(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end, const Coefficients<T>& k) {
     FloatColumn<T> x(row.x, bucket.x_type), m(row.m, bucket.m_type), v(row.v, bucket.v_type);
     FloatColumn<T> g(row.g, bucket.g_type, k.gradient_scale);

@@ -168,7 +168,7 @@ void reduce_blocks(const QuantColumn& x, const QuantColumn& v, const QuantColumn
 
 // Updates one block in which elements may have to keep their old values. Not inlined, to leave the registers to the
 // loop. True if any element kept its old value.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, Decay DECAY>
 __attribute__((noinline)) bool update_or_keep(QuantColumn x, QuantColumn m, QuantColumn v, QuantColumn g,
                                               int64_t i, Coefficients<float> k, Noise noise) {
   bool kept = false;
@@ -200,7 +200,7 @@ inline float safe_sum_of_squares(const Coefficients<float>& k) {
 }
 
 // Updates the whole blocks from `begin` to `end`. True if any element kept its old value.
-template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
+template <bool MOMENTUM, bool COORDINATE, bool RMS, Decay DECAY>
 bool update_blocks(QuantColumn x, QuantColumn m, QuantColumn v, const QuantColumn g, int64_t begin, int64_t end,
                    const Coefficients<float> k, const Noise noise) {
   bool kept = false;
@@ -268,7 +268,7 @@ struct QuantLoop {
     }
   }
 
-  template <bool MOMENTUM, bool COORDINATE, bool RMS, bool DECAY>
+  template <bool MOMENTUM, bool COORDINATE, bool RMS, Decay DECAY>
   static bool apply(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end,
                     const Coefficients<float>& k) {
     Columns columns(bucket, row);

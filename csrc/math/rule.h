@@ -182,16 +182,20 @@ NGN_HD inline Draft<V> draft(V v, V g, const Coefficients<T>& k) {
   return {v, divisor};
 }
 
+// Where weight decay goes: into the displacement, which momentum keeps, or off the parameter alone.
+enum class Decay { none, in_displacement, apart };
+
 // The second half: x, m, v to their new values.
-template <bool MOMENTUM, bool DECAY, typename V, typename T>
+template <bool MOMENTUM, Decay DECAY, typename V, typename T>
 NGN_HD inline void update(Element<V>& element, const Draft<V>& draft, V g, const Coefficients<T>& k) {
   auto& [x, m, v] = element;
   v = draft.v;
   V displacement = k.step * g / draft.divisor;
-  if constexpr (DECAY) displacement = multiply_add(all<V>(k.decay), x, displacement);
+  if constexpr (DECAY == Decay::in_displacement) displacement = multiply_add(all<V>(k.decay), x, displacement);
   if constexpr (MOMENTUM) displacement = multiply_add(all<V>(k.beta1), m, displacement);
   m = displacement;
-  x = x - m;
+  if constexpr (DECAY == Decay::apart) displacement = multiply_add(all<V>(k.decay), x, displacement);
+  x = x - displacement;
 }
 
 // Negative where x, m or v would not be finite in its storage type: there the caller must keep() the old values.

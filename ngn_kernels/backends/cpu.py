@@ -96,6 +96,7 @@ def _rule_of(rule: Rule) -> _cpu.Rule:
         coordinate=rule.coordinate,
         rms=rule.rms,
         regularised=rule.regularised,
+        adamw_decay=rule.adamw_decay,
     )
 
 

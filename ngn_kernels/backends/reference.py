@@ -112,10 +112,13 @@ def update(
         m_new = (k.step * g / d).masked_fill(d == 0, 0.0)
     else:
         m_new = k.step * g / d
-    m_new = m_new + k.decay * x
+    decayed = k.decay * x
+    if not rule.adamw_decay:
+        m_new = m_new + decayed
     if m is not None:
         m_new = m_new + k.beta1 * m
-    return x - m_new, m_new, v_new
+    displacement = m_new + decayed if rule.adamw_decay else m_new
+    return x - displacement, m_new, v_new
 
 
 def compute_dtype(key: BucketKey) -> torch.dtype:

@@ -57,7 +57,11 @@ def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
     if kernel == "apply" and (key.rounding != "nearest" or set(state) - {torch.float32}):
         # Formats take more arithmetic; more elements per thread would not fit the registers.
         vector = min(vector, 4)
-    of_apply = {"MOMENTUM": rule.momentum, "COORDINATE": rule.coordinate}
+    of_apply = {
+        "MOMENTUM": rule.momentum,
+        "COORDINATE": rule.coordinate,
+        "ADAMW_DECAY": rule.adamw_decay,
+    }
     columns = "xgmv" if kernel == "apply" else "xgv"
     # Only reading parameters does not depend on their rounding, except for exact ones' remainders.
     matters = kernel == "apply" or (key.rounding == "exact" and "x" in types)
