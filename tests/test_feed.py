@@ -147,5 +147,5 @@ def test_what_there_is_to_log() -> None:
     two.backward(0)
     two.step(0)
     logs = telemetry(two.optimizers[:1])
-    assert set(logs) == {"ngn/shrink", "ngn/step_size", "ngn/skipped_steps"}
+    assert set(logs) == {"ngn/shrink", "ngn/step_size", "ngn/grad_norm", "ngn/skipped_steps"}
     assert 0 < float(logs["ngn/shrink"]) <= 1

@@ -22,6 +22,7 @@ hypers = st.builds(
     beta2=st.sampled_from([0.0, 0.9, 0.999]),
     eps=st.sampled_from([1e-8, 1e-3, 1.0]),
     weight_decay=st.sampled_from([0.0, 1e-4, 0.1]),
+    step_cap=st.sampled_from([None, 0.05, 3.0]),
 )
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.tuples(st.integers(0, 3000))
 tensors = st.tuples(
@@ -33,6 +34,7 @@ groups = st.lists(
 options = st.fixed_dictionaries(
     {
         "loss_floor": st.sampled_from([0.0, -1.0, 0.5]),
+        "loss_target": st.sampled_from([0.0, 0.8]),
         "max_grad_norm": st.sampled_from([None, 0.1, 1e3]),
     }
 )
