@@ -198,7 +198,7 @@ class Pair:
             if "momentum_buffer" in state:
                 terms = np.abs(m) + np.abs(before.momentum_buffer)
                 terms = terms + group.lr * group.weight_decay * np.abs(before.x)
-                rounding = 4 * 2.0**-53 * np.abs(x)
+                rounding = 4 * 2.0**-53 * np.abs(x) * max(1.0, group.schedule)
                 close(
                     real64(state["momentum_buffer"]),
                     m,
