@@ -66,6 +66,7 @@ class Life:
             self.kind = "wide"
         self.options = {"max_grad_norm": rng.choice((None, None, 0.5))}
         self.options["loss_floor"] = rng.choice((0.0, -1.0, 0.3))
+        self.options["decay_form"] = self.new_decay_form(rng)
         self.options["loss_target"] = rng.choice((0.0, 0.0, 0.8))
         built, self.narrow_types = rng.choice(NARROW) if self.kind == "narrow" else ({}, ())
         columns = [
@@ -106,6 +107,9 @@ class Life:
             weight_decay=rng.choice((0.0, 0.0, 1e-3, 0.1)),
             step_cap=rng.choice((None, None, 0.05, 3.0)),
         )
+
+    def new_decay_form(self, rng: random.Random) -> str:
+        return "paper" if self.algorithm.name == "NGNMDv1W" else rng.choice(("paper", "adamw"))
 
     def tensor(self, rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         values = 0.5 * torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -339,6 +343,7 @@ def options_change(life: Life, rng: random.Random) -> None:
         "max_grad_norm": rng.choice((None, 0.1, 2.0)),
         "loss_floor": rng.choice((0.0, -2.0, 0.25)),
         "loss_target": rng.choice((0.0, 0.5, 0.99)),
+        "decay_form": life.new_decay_form(rng),
     }
     for name, value in life.options.items():
         setattr(life.optimizer, name, value)

@@ -113,12 +113,14 @@ class Pair:
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
+        decay_form: str = "paper",
     ) -> None:
         self.algorithm = algorithm
         self.optimizer = optimizer
         self.loss_floor = loss_floor
         self.loss_target = loss_target
         self.max_grad_norm = max_grad_norm
+        self.decay_form = decay_form
         self.sync()
 
     def sync(self) -> None:
@@ -130,7 +132,7 @@ class Pair:
             loss_floor=self.loss_floor,
             loss_target=self.loss_target,
             max_grad_norm=self.max_grad_norm,
-            adamw_decay=self.optimizer.decay_form == "adamw",
+            adamw_decay=self.decay_form == "adamw",
         )
         for p, group in self._params():
             state = numbers_in(self.optimizer, p)

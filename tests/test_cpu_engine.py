@@ -260,7 +260,9 @@ def test_more_than_two_to_the_31_elements() -> None:
         v_type=DType.FLOAT32,
         rounding=Rounding.NEAREST,
     )
-    rule = _cpu.Rule(momentum=False, coordinate=False, rms=False, regularised=False, adamw_decay=False)
+    rule = _cpu.Rule(
+        momentum=False, coordinate=False, rms=False, regularised=False, adamw_decay=False
+    )
     tables.reduce(rule, 2)
     tables.apply(rule, 2, True)
     touched = n - int(chunks[-1, 1])
@@ -338,7 +340,13 @@ def test_the_bindings_check_for_missing_state() -> None:
         v_type=DType.FLOAT32,
         rounding=Rounding.NEAREST,
     )
-    flags = {"momentum": False, "coordinate": False, "rms": False, "regularised": False, "adamw_decay": False}
+    flags = {
+        "momentum": False,
+        "coordinate": False,
+        "rms": False,
+        "regularised": False,
+        "adamw_decay": False,
+    }
     with pytest.raises(ValueError, match="no momentum buffer"):
         tables.apply(_cpu.Rule(**{**flags, "momentum": True}), 1, True)
     with pytest.raises(ValueError, match="no second moment"):

@@ -111,7 +111,10 @@ def test_every_rule(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
 
 @EVERY
 def test_a_target_and_a_cap(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
-    pairs = steps(algorithm, random_columns(SHAPES), 3, max_grad_norm=1.0, loss_target=0.8)
+    """With AdamW's form of decay, where a rule has it."""
+    form = "paper" if algorithm.name == "NGNMDv1W" else "adamw"
+    options = {"max_grad_norm": 1.0, "loss_target": 0.8, "decay_form": form}
+    pairs = steps(algorithm, random_columns(SHAPES), 3, **options)
     for pair, cap in zip(pairs, (None, 0.05, 8.0), strict=True):
         pair.optimizer.param_groups[1]["step_cap"] = cap
     norm = torch.cat([p.grad.flatten() for p in params_of(pair.optimizer)]).norm()

@@ -20,7 +20,7 @@ import torch
 
 from ngn_kernels.backends.triton import THREADS, column_types, constants, options
 from ngn_kernels.planning.rows import BucketKey
-from ngn_kernels.rules import RULES, Rule
+from ngn_kernels.rules import RULES, Rule, rule_of
 
 POINTERS = {
     "table": "*i64",
@@ -105,7 +105,7 @@ class Variant:
         return columns
 
     def __str__(self) -> str:
-        flags = ("momentum", "coordinate", "rms", "regularised")
+        flags = ("momentum", "coordinate", "rms", "regularised", "adamw_decay")
         names = [flag for flag in flags if getattr(self.rule, flag)] or ["plain"]
         text = f"{self.kernel} {'+'.join(names)} x:{short(self.param)} g:{short(self.grad)}"
         read = column_types(self.kernel, self.rule, self.key)
@@ -129,6 +129,8 @@ def variants(types: tuple[torch.dtype, ...] = STORAGE) -> Iterator[Variant]:
         if identity not in seen:
             seen.add(identity)
             yield variant
+    for name in ("NGNM", "NGNMDv1", "NGNMDv2"):
+        yield Variant("apply", rule_of(name, "adamw"), torch.float32, torch.float32)
 
 
 def narrow_variants() -> Iterator[Variant]:
@@ -138,6 +140,7 @@ def narrow_variants() -> Iterator[Variant]:
     yield Variant("apply", RULES["NGNMDv1"], single, single, half, half)
     yield Variant("apply", RULES["NGNMDv1"], single, single, torch.int8, half)
     yield Variant("apply", RULES["NGNMDv1"], single, single, *quantised)
+    yield Variant("apply", rule_of("NGNMDv1", "adamw"), single, single, *quantised)
     yield Variant("reduce", RULES["NGNMDv1"], single, single, *quantised)
     yield Variant("apply", RULES["NGNMDv2"], single, single, *quantised)
     yield Variant("apply", RULES["NGNMDv1W"], half, half, *quantised, "exact")

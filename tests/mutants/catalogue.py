@@ -436,6 +436,13 @@ OPTIMIZER = of(
         "ranks aim at the same loss",
     ),
     (
+        "optimizer-ranks-do-not-compare-decay",
+        '                "decay_form": self._decay_form,\n            }',
+        "            }",
+        "tests/ranks/test_troubles.py -k 'raise_together and decay_form'",
+        "ranks decay alike",
+    ),
+    (
         "optimizer-a-copy-forgets-its-target",
         '            "_loss_target": self._loss_target,\n',
         '            "_loss_target": 0.0,\n',
@@ -1244,6 +1251,13 @@ REFERENCE = of(
         "a schedule scales the decay",
     ),
     (
+        "reference-adamw-decay-enters-m",
+        "    if not rule.adamw_decay:\n        m_new = m_new + decayed",
+        "    m_new = m_new + decayed",
+        "tests/test_decay_form.py -k 'test_steps and reference'",
+        "AdamW's decay stays out of the momentum",
+    ),
+    (
         "reference-writes-row-by-row",
         "                writes += column.stored(value, fits, go)\n",
         "                for write in column.stored(value, fits, go):\n"
@@ -1373,6 +1387,13 @@ RULE_H = of(
         "group.weight_decay * a",
         f"{TARGET} -k 'under_a_schedule and cpu'",
         "a schedule scales the decay",
+    ),
+    (
+        "rule-adamw-decay-enters-m",
+        "  m = displacement;\n  if constexpr (DECAY == Decay::apart) displacement = multiply_add(all<V>(k.decay), x, displacement);",
+        "  if constexpr (DECAY == Decay::apart) displacement = multiply_add(all<V>(k.decay), x, displacement);\n  m = displacement;",
+        "tests/test_decay_form.py -k 'test_steps and cpu'",
+        "AdamW's decay stays out of the momentum",
     ),
 )
 
@@ -1678,6 +1699,13 @@ KERNELS = of(
         "weight_decay * a",
         INTERPRETED + f"{TARGET} -k 'under_a_schedule and 0.8 and clipping'",
         "a schedule scales the decay",
+    ),
+    (
+        "triton-adamw-decay-enters-m",
+        "return b_x - (b_m_new + decay * b_x), b_m_new",
+        "return b_x - (b_m_new + decay * b_x), b_m_new + decay * b_x",
+        INTERPRETED + "tests/test_decay_form.py -k test_steps",
+        "AdamW's decay stays out of the momentum",
     ),
     (
         "triton-schedule-of-step-sizes",

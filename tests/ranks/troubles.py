@@ -74,6 +74,12 @@ def other_target(p: Parameter, optimizer: Any) -> None:
     optimizer.step(loss=1.0)
 
 
+def other_decay_form(p: Parameter, optimizer: Any) -> None:
+    if bad_rank():
+        optimizer.decay_form = "adamw"
+    optimizer.step(loss=1.0)
+
+
 def other_cap(p: Parameter, optimizer: Any) -> None:
     if bad_rank():
         optimizer.param_groups[0]["step_cap"] = 3.0
@@ -268,6 +274,7 @@ TROUBLES: dict[str, tuple[Callable[[Parameter, Any], None], str]] = {
         other_target,
         "disagree on loss_target: rank 0 has 0.0, rank 1 has 0.5",
     ),
+    "another decay_form": (other_decay_form, "disagree on decay_form: rank 0 has paper, rank 1"),
     "another step_cap": (other_cap, "disagree on .*rank 1 has .*3.0"),
     "another order of parameters": (
         other_order,
