@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, Algorithm, Hyper
-from helpers import DTYPES, assert_unchanged, params_of, real64, snapshot
+from helpers import DTYPES, params_of, real64, unchanged
 from layouts import LAYOUTS
 from pair import Pair, close, largest, numbers_in
 from torch import Tensor
@@ -259,12 +259,6 @@ class Run(RandomisedRun):
                     close(real64(actual), expected, bound, name)
             if "step" in state and p.numel():
                 assert int(state["step"]) == variable.t, "the step count"
-
-    @contextmanager
-    def nothing_changes(self) -> Iterator[None]:
-        before = snapshot(self.optimizer)
-        yield
-        assert_unchanged(self.optimizer, before)
 
 
 @event(30)
@@ -637,7 +631,7 @@ def a_step_in_inference_mode(run: Run, rng: random.Random) -> None:
 def a_bad_loss(run: Run, rng: random.Random) -> Any:
     if not run.give_gradients(rng):
         return False
-    with run.nothing_changes():
+    with unchanged(run.optimizer):
         run.skip(lambda: run.optimizer.step(loss=rng.choice((NAN, INF, -INF))))
 
 
@@ -645,7 +639,7 @@ def a_bad_loss(run: Run, rng: random.Random) -> Any:
 def an_overflow_of_the_scaler(run: Run, rng: random.Random) -> Any:
     if not run.give_gradients(rng):
         return False
-    with run.scaler(4.0, overflow=True), run.nothing_changes():
+    with run.scaler(4.0, overflow=True), unchanged(run.optimizer):
         run.skip(lambda: run.optimizer.step(loss=run.new_loss(rng)))
 
 
@@ -666,7 +660,7 @@ def a_bad_gradient(run: Run, rng: random.Random) -> Any:
         kept = p.detach().reshape(-1)[place]
         assert torch.equal(kept.real, old[place].real)  # a complex number is two coordinates
     else:
-        with run.nothing_changes():
+        with unchanged(run.optimizer):
             run.skip(lambda: run.optimizer.step(loss=loss))
     for q in run.params:
         numbers = numbers_in(run.optimizer, q)
@@ -679,7 +673,7 @@ def a_step_is_refused(run: Run, rng: random.Random) -> Any:
         return False
     optimizer = run.optimizer
     below = optimizer.loss_floor - 1.0
-    with run.nothing_changes():
+    with unchanged(run.optimizer):
         kind, wrong = rng.choice(
             (
                 (ValueError, lambda: optimizer.step(loss=below)),
@@ -704,7 +698,7 @@ def a_gradient_of_another_kind_is_refused(run: Run, rng: random.Random) -> Any:
     kept, p.grad_dtype = p.grad, None
     dtype = p.dtype.to_real() if p.is_complex() else COMPLEX.get(p.dtype, torch.complex64)
     p.grad = torch.zeros(p.shape, dtype=dtype)
-    with run.nothing_changes(), pytest.raises(TypeError, match="both must be real or both"):
+    with unchanged(run.optimizer), pytest.raises(TypeError, match="both must be real or both"):
         run.optimizer.step(loss=run.new_loss(rng))
     p.grad = kept
 
