@@ -105,7 +105,7 @@ sanitize: $(BUILT)
 sanitize-threads:
 	sh tests/sanitize_threads.sh
 
-# ARGS: names of mutants, --changed, --sample N, --list; --life SEED to live a life again.
+# ARGS: names of mutants, --changed, --sample N, --list; of soak: --run SEED repeats one.
 mutants: $(BUILT)
 	$(BIN)/python tests/mutants $(ARGS)
 

@@ -23,6 +23,15 @@ FEW_SAMPLES = 5
 Progress = Callable[[float, str], object]
 
 
+def part_of(progress: Progress, index: int, count: int, name: str) -> Progress:
+    """The progress of one of several parts, by its name."""
+
+    def show(fraction: float, text: str) -> None:
+        progress((index + fraction) / count, f"{name}: {text}" if text else name)
+
+    return show
+
+
 def workload_names(record: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(row["workload"] for row in record["rows"]))
 

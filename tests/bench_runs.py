@@ -27,33 +27,50 @@ def run(arguments: Sequence[str]) -> int:
         return main(arguments)
 
 
-def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that must end with status 2 and one clear message, and return that."""
-    assert run(list(arguments)) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("ngn-bench: ")
-    assert "Traceback" not in message
-    return message
+class Bench:
+    """The command line with a folder for its files, and what a test replaces or reads of it."""
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.folder, self.patch, self.captured = folder, monkeypatch, capsys.readouterr
+
+    def output(self) -> str:
+        return str(self.captured().out)
+
+    def failure(self, *arguments: str) -> str:
+        """Run a command that must end with status 2 and one clear message, and return that."""
+        assert run(arguments) == 2
+        message = str(self.captured().err)
+        assert message.startswith("ngn-bench: ")
+        assert "Traceback" not in message
+        return message
+
+    def record(self, *command: str, status: int = 0) -> dict[str, Any]:
+        """The record that a command writes."""
+        return record_of(self.folder, *command, status=status)
+
+    def step(self, *arguments: str, status: int = 0) -> dict[str, Any]:
+        return self.record("step", *TINY, *arguments, status=status)
+
+    def rows(self, *arguments: str) -> dict[str, dict[str, Any]]:
+        """Those of a record of steps, by contender."""
+        return rows_by_name(self.step(*arguments))
+
+    def replace(self, name: str, **changes: Any) -> None:
+        contender = dataclasses.replace(CONTENDERS[name], **changes)
+        self.patch.setitem(CONTENDERS, name, contender)
 
 
-def record_of(tmp_path: Path, *command: str, status: int = 0) -> dict[str, Any]:
-    """The record that a command writes."""
-    path = tmp_path / "record.json"
+def record_of(folder: Path, *command: str, status: int = 0) -> dict[str, Any]:
+    path = folder / "record.json"
     assert run([*command, "--json", str(path)]) == status
     record: dict[str, Any] = json.loads(path.read_text())
     return record
 
 
-def run_step(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
-    return record_of(tmp_path, "step", *TINY, *arguments, status=status)
-
-
 def rows_by_name(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["contender"]: row for row in record["rows"]}
-
-
-def replace_contender(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> None:
-    monkeypatch.setitem(CONTENDERS, name, dataclasses.replace(CONTENDERS[name], **changes))
 
 
 def raising_after(steps: int, error: BaseException) -> type[torch.optim.SGD]:

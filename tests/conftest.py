@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -76,6 +78,15 @@ def pytest_report_header() -> list[str]:
 @pytest.fixture
 def extent(backend: str) -> Extent:
     return extent_of(backend)
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    from bench_runs import Bench
+
+    return Bench(tmp_path, monkeypatch, capsys)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

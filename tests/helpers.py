@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,15 @@ def snapshot(optimizer: Any) -> list[tuple[bytes, dict[str, bytes]]]:
         )
         for p in params_of(optimizer)
     ]
+
+
+@contextmanager
+def unchanged(optimizer: Any, new_state: bool = True) -> Iterator[None]:
+    """Nothing of it changes, except that there may be new state of zeros."""
+    before = snapshot(optimizer)
+    yield
+    assert_unchanged(optimizer, before)
+    assert new_state or snapshot(optimizer) == before
 
 
 def assert_unchanged(optimizer: Any, before: list[tuple[bytes, dict[str, bytes]]]) -> None:

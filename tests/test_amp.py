@@ -9,6 +9,7 @@ import torch
 from algorithms import EVERY, Algorithm
 from helpers import assert_unchanged, params_of, random_columns, random_gradients, snapshot
 from pair import Pair
+from steps import train
 
 import ngn_kernels
 
@@ -119,8 +120,7 @@ def test_found_inf_is_honoured(
     """With and without `grad_scale`, even when every gradient is finite."""
     pair, _ = started(algorithm, backend)
     optimizer = pair.optimizer
-    random_gradients(params_of(optimizer), seed=0)
-    optimizer.step(loss=1.0)
+    train(optimizer, 0)
     before = snapshot(optimizer)
     optimizer.found_inf = torch.ones_like(grad_scale) if grad_scale is not None else torch.ones(())
     if grad_scale is not None:

@@ -32,6 +32,7 @@ from helpers import (
 )
 from layouts import LAYOUTS
 from pair import Pair
+from steps import train
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,8 +50,7 @@ def after(steps: int, algorithm: Algorithm, backend: str, **options: Any) -> Pai
     """A pair after some good steps, with good gradients for the next."""
     optimizer = algorithm.build(random_columns(SHAPES), backend=backend, **options)
     for k in range(steps):
-        random_gradients(params_of(optimizer), seed=k)
-        optimizer.step(loss=1.0)
+        train(optimizer, k)
     random_gradients(params_of(optimizer), seed=steps)
     return Pair(algorithm, optimizer, **options)
 

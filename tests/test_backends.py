@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from algorithms import EVERY, Algorithm
-from helpers import params_of, random_columns, random_gradients, snapshot
+from helpers import params_of, random_columns, snapshot
+from steps import train
 
 from ngn_kernels.backends import availability
 
@@ -52,9 +53,7 @@ def without_extension() -> dict[str, Any]:
 
 def trained(algorithm: Algorithm, backend: str) -> Any:
     optimizer = algorithm.build(random_columns([[(5, 7)], [(40,)]]), backend=backend)
-    for k in range(3):
-        random_gradients(params_of(optimizer), seed=k)
-        optimizer.step(loss=1.0)
+    train(optimizer, 0, 1, 2)
     return optimizer
 
 

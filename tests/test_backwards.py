@@ -77,6 +77,9 @@ class Run:
         self.optimizer.zero_grad()
         self.optimizer.step(loss=self.backwards(*seeds, path=path))
 
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
 
 def same(one: Run, other: Run) -> bool:
     return snapshot(one.optimizer) == snapshot(other.optimizer)
@@ -101,7 +104,9 @@ GIVE = pytest.mark.parametrize("give", ["add_loss", "set_loss"])
 FIRST = pytest.mark.parametrize("first", [False, True], ids=["given after", "given before"])
 
 
-def micro_batch(run: Run, give: str, first: bool, seed: int, path: str = "012") -> None:
+def micro_batch(
+    run: Run, seed: int, give: str = "add_loss", first: bool = False, path: str = "012"
+) -> None:
     loss = run.loss(seed, path, 0.5)
     if not first:
         loss.backward()
@@ -111,10 +116,16 @@ def micro_batch(run: Run, give: str, first: bool, seed: int, path: str = "012") 
         loss.backward()
 
 
+def discard(run: Run, clear: Callable[[Run], None] = set_to_none) -> None:
+    """A batch whose gradients are thrown away."""
+    micro_batch(run, 100)
+    clear(run)
+
+
 def steps_agree(run: Run, plain: Run, k: int, give: str = "add_loss", first: bool = False) -> bool:
     """A step on two micro-batches, and the same as one plain step; whether they have the same bits."""
-    micro_batch(run, give, first, 2 * k)
-    micro_batch(run, give, first, 2 * k + 1)
+    micro_batch(run, 2 * k, give, first)
+    micro_batch(run, 2 * k + 1, give, first)
     run.optimizer.step()
     plain.plain_step(2 * k, 2 * k + 1)
     return same(run, plain)
@@ -134,7 +145,7 @@ def test_a_loss_goes_with_gradients_that_the_module_clears(
     run, plain = Run(backend), Run(backend)
     for k in range(3):
         for i in range(discarded):
-            micro_batch(run, give, first, 100 + i)
+            micro_batch(run, 100 + i, give, first)
         clear(run)
         assert steps_agree(run, plain, k, give, first)
         if k:
@@ -169,10 +180,10 @@ def test_discarded_batches_that_reach_other_layers(
     for k in range(3):
         if clear is set_to_zero:
             seen = discarded  # where only a hook on the same parameter could know
-        micro_batch(run, "add_loss", False, 100, discarded)
+        micro_batch(run, 100, path=discarded)
         clear(run)
-        micro_batch(run, "add_loss", False, 2 * k, seen)
-        micro_batch(run, "add_loss", False, 2 * k + 1, seen)
+        micro_batch(run, 2 * k, path=seen)
+        micro_batch(run, 2 * k + 1, path=seen)
         run.optimizer.step()
         if clear is set_to_zero:
             run.optimizer.zero_grad()
@@ -191,7 +202,7 @@ def test_zeroed_gradients_where_the_first_parameter_had_none(backend: str) -> No
     run.backward(0, "2")
     optimizer.zero_grad(set_to_none=False)
     for k in range(2):
-        micro_batch(run, "add_loss", False, 100, "0")
+        micro_batch(run, 100, path="0")
         optimizer.zero_grad()
         assert steps_agree(run, plain, k)
         optimizer.zero_grad(set_to_none=False)
@@ -201,8 +212,7 @@ def test_zeroed_gradients_where_the_first_parameter_had_none(backend: str) -> No
 def test_a_step_after_all_gradients_are_gone(backend: str, clear: Callable[[Run], None]) -> None:
     run, plain = Run(backend), Run(backend)
     for k in range(2):
-        micro_batch(run, "add_loss", False, 100)
-        clear(run)
+        discard(run, clear)
         if clear is not set_to_zero:
             assert not run.optimizer.loss_is_pending()
             run.optimizer.step()
@@ -247,7 +257,7 @@ def test_gradients_that_are_clipped_in_place_keep_their_loss(backend: str, give:
         plain.optimizer.zero_grad()
         total = 0.0
         for seed in (2 * k, 2 * k + 1):
-            micro_batch(run, give, False, seed)
+            micro_batch(run, seed, give)
             total += plain.backward(seed, scale=0.5).item()
             for one in (run, plain):
                 nn.utils.clip_grad_norm_(one.model.parameters(), 1e-3)
@@ -301,10 +311,7 @@ def test_gradients_made_by_hand_after_a_real_step(backend: str) -> None:
     """The hooks saw those of the step before."""
     run, plain = Run(backend), Run(backend)
     for k in range(2):
-        micro_batch(run, "add_loss", False, 2 * k)
-        micro_batch(run, "add_loss", False, 2 * k + 1)
-        run.optimizer.step()
-        plain.plain_step(2 * k, 2 * k + 1)
+        assert steps_agree(run, plain, k)
         random_gradients(run.model.parameters(), seed=100)
         run.optimizer.add_loss(9.0)
         run.optimizer.zero_grad()
@@ -365,7 +372,7 @@ def test_two_hooks_on_one_parameter(backend: str) -> None:
     assert hooks_of(run) == [2, 0, 0, 0, 0, 0]
     for k in range(3):
         run.plain_step(k)
-        micro_batch(run, "add_loss", False, k)
+        micro_batch(run, k)
         run.optimizer.step()
     assert hooks_of(run) == [2, 0, 0, 0, 0, 0]
     del run.optimizer
@@ -399,8 +406,7 @@ def test_frozen_and_removed_parameters_are_no_witnesses(backend: str) -> None:
         one.optimizer.zero_grad()
         one.model.layers[0].weight.requires_grad_(False)
     for k in range(2):
-        micro_batch(run, "add_loss", False, 100)
-        run.model.zero_grad()
+        discard(run)
         assert steps_agree(run, plain, k)
         run.model.zero_grad()
     assert not first._backward_hooks and second._backward_hooks
@@ -408,8 +414,7 @@ def test_frozen_and_removed_parameters_are_no_witnesses(backend: str) -> None:
         del one.optimizer.param_groups[0]["params"][:2]
         one.model.layers[0].requires_grad_(False)
     for k in range(2):
-        micro_batch(run, "add_loss", False, 100)
-        run.model.zero_grad()
+        discard(run)
         assert steps_agree(run, plain, k)
         run.model.zero_grad()
     assert hooks_of(run) == [0, 0, 2, 0, 0, 0]
@@ -443,8 +448,7 @@ def test_swapped_parameters_are_watched_again() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         for k in range(4):
-            micro_batch(run, "add_loss", False, 100)
-            run.model.zero_grad()
+            discard(run)
             assert steps_agree(run, plain, k)
             if k == 1:
                 for one in (run, plain):
@@ -467,19 +471,14 @@ def test_copies_have_hooks_of_their_own(backend: str, copied: Callable[[Any], An
     run, plain = Run(backend), Run(backend)
     run.plain_step(0)
     plain.plain_step(0)
-    micro_batch(run, "add_loss", False, 100)
+    micro_batch(run, 100)
     other = Run(backend)
     other.model, other.optimizer = copied((run.model, run.optimizer))
     assert hooks_of(other) == hooks_of(run) == [2, 0, 0, 0, 0, 0]
     other.optimizer.drop_loss()
     for k in range(2):
-        micro_batch(other, "add_loss", False, 100)
-        other.model.zero_grad()
-        micro_batch(other, "add_loss", False, 2 * k)
-        micro_batch(other, "add_loss", False, 2 * k + 1)
-        other.optimizer.step()
-        plain.plain_step(2 * k, 2 * k + 1)
-        assert same(other, plain)
+        discard(other)
+        assert steps_agree(other, plain, k)
         other.model.zero_grad()
 
 
@@ -523,9 +522,9 @@ def test_gradients_on_a_device_are_never_read(monkeypatch: pytest.MonkeyPatch) -
     """There nobody knows what an operation in place has done: no loss is dropped, none refused."""
     monkeypatch.setattr("ngn_kernels.backwards.is_zero", lambda grad: None)
     run, plain = Run(), Run()
-    micro_batch(run, "add_loss", False, 0)
+    micro_batch(run, 0)
     nn.utils.clip_grad_norm_(run.model.parameters(), 10.0)
-    micro_batch(run, "add_loss", False, 1)
+    micro_batch(run, 1)
     run.optimizer.step()
     plain.plain_step(0, 1)
     assert same(run, plain)
@@ -533,11 +532,7 @@ def test_gradients_on_a_device_are_never_read(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         run.backward(3)
         set_to_zero(run)
-
-    def closure() -> Any:
-        return run.backward(4)
-
-    run.optimizer.step(closure)
+    run.optimizer.step(lambda: run.backward(4))
     plain.plain_step(4)
     assert same(run, plain)
 
@@ -546,10 +541,9 @@ def test_an_interrupted_pass_is_not_counted(backend: str) -> None:
     run, plain = Run(backend), Run(backend)
     for stop in (run.model.layers[2].weight, run.model.layers[0].weight):
         handle = stop.register_hook(lambda grad: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            micro_batch(run, "add_loss", False, 100)
-        with pytest.raises(ZeroDivisionError):
-            micro_batch(run, "add_loss", True, 100)
+        for first in (False, True):
+            with pytest.raises(ZeroDivisionError):
+                micro_batch(run, 100, first=first)
         handle.remove()
         run.optimizer.drop_loss()
         run.model.zero_grad()
@@ -594,20 +588,17 @@ def test_a_closure_returns_the_loss_of_one_of_several_backwards(backend: str) ->
     for seed in range(7):
         run.backward(seed, scale=1 / 8)
 
-    def closure() -> Any:
-        return run.backward(7, scale=1 / 8).detach()
-
     says = r"7 backward\(\) calls.*callbacks=\[ngn_kernels\.trainers\.FeedLoss\(\)\].*add_loss"
     with pytest.raises(RuntimeError, match=says):
-        run.optimizer.step(closure)
+        run.optimizer.step(lambda: run.backward(7, scale=1 / 8).detach())
     assert same(run, plain)
     run.plain_step(1)
     plain.plain_step(1)
     assert same(run, plain)
 
 
-@pytest.mark.parametrize("clear", [*CLEAR, "optimizer"])
-def test_closures_that_clear_are_not_refused(backend: str, clear: str) -> None:
+@pytest.mark.parametrize("clear", [*CLEAR.values(), Run.zero_grad], ids=[*CLEAR, "optimizer"])
+def test_closures_that_clear_are_not_refused(backend: str, clear: Callable[[Run], None]) -> None:
     """Whatever was there before, and however often the closure is called."""
     run, plain = Run(backend), Run(backend)
     for k in range(3):
@@ -615,10 +606,7 @@ def test_closures_that_clear_are_not_refused(backend: str, clear: str) -> None:
             run.backward(seed)  # as a line search or an estimate might
 
         def closure(seed: int = k) -> Any:
-            if clear == "optimizer":
-                run.optimizer.zero_grad()
-            else:
-                CLEAR[clear](run)
+            clear(run)
             return run.backward(seed)
 
         closure()
@@ -645,10 +633,10 @@ def test_a_pending_loss_is_of_all_backwards(backend: str) -> None:
     run, plain = Run(backend), Run(backend)
     for k in range(2):
         run.optimizer.zero_grad()
-        micro_batch(run, "add_loss", False, 2 * k)
+        micro_batch(run, 2 * k)
 
         def closure(seed: int = 2 * k + 1) -> Any:
-            micro_batch(run, "add_loss", False, seed)
+            micro_batch(run, seed)
             return torch.tensor(7.0, requires_grad=True)
 
         run.optimizer.step(closure)
@@ -673,103 +661,89 @@ def test_a_loss_beside_a_closure_that_returns_none(backend: str) -> None:
     run.optimizer.step(loss=1.0)
 
 
-def sums_are_detached(run: Run) -> None:
-    one, two = run.loss(0), run.loss(1)
-    one.backward()
-    two.backward()
-    run.optimizer.step(loss=(one + two).detach())
+def sums_are_detached(run: Run) -> Tensor:
+    return (run.backward(0) + run.backward(1)).detach()
 
 
-def numbers(run: Run) -> None:
-    run.optimizer.step(loss=sum(run.backward(seed).item() for seed in range(3)))
+def numbers(run: Run) -> float:
+    return sum(run.backward(seed).item() for seed in range(3))
 
 
-def gradient_penalty(run: Run) -> None:
+def gradient_penalty(run: Run) -> Tensor:
     x = batch(0).requires_grad_()
     out = run.model(x).square().mean()
     (slope,) = torch.autograd.grad(out, x, create_graph=True)
     others = torch.autograd.grad(out, list(run.model.parameters()), create_graph=True)
     loss = out + slope.square().sum() + sum(g.square().sum() for g in others)
     loss.backward()
-    run.optimizer.step(loss=loss)
+    return loss
 
 
-def retained_graph(run: Run) -> None:
+def retained_graph(run: Run) -> Tensor:
     loss = run.loss(0)
     torch.autograd.grad(loss, list(run.model.parameters()), retain_graph=True)
     loss.backward(retain_graph=True)
     torch.autograd.grad(loss, list(run.model.parameters()), retain_graph=True)
-    run.optimizer.step(loss=loss)
-    run.model.zero_grad()
+    return loss
 
 
-def tied_weights(run: Run) -> None:
-    loss = run.backward(0, "0012100")
-    run.optimizer.step(loss=loss)
+def tied_weights(run: Run) -> Tensor:
+    return run.backward(0, "0012100")
 
 
 def checkpointed(run: Run, reentrant: bool, path: str) -> Tensor:
     x = batch(0).requires_grad_()
     for name in path:
         x = checkpoint(run.model, x, name, use_reentrant=reentrant)
-    return run.model(x, "0").square().mean()
-
-
-def reentrant_checkpoints(run: Run) -> None:
-    """The first layer's gradient is added to five times in one backward()."""
-    loss = checkpointed(run, True, "00120")
+    loss = run.model(x, "0").square().mean()
     loss.backward()
-    run.optimizer.step(loss=loss)
+    return loss
 
 
-def nested_checkpoints(run: Run) -> None:
+def reentrant_checkpoints(run: Run) -> Tensor:
+    """The first layer's gradient is added to five times in one backward()."""
+    return checkpointed(run, True, "00120")
+
+
+def nested_checkpoints(run: Run) -> Tensor:
     def inner(x: Tensor) -> Tensor:
         return checkpoint(run.model, run.model(x, "0"), "01", use_reentrant=True)
 
     x = checkpoint(inner, batch(0).requires_grad_(), use_reentrant=True)
     loss = checkpoint(inner, x, use_reentrant=True).square().mean()
     loss.backward()
-    run.optimizer.step(loss=loss)
+    return loss
 
 
-def other_checkpoints(run: Run) -> None:
-    loss = checkpointed(run, False, "00120")
-    loss.backward()
-    run.optimizer.step(loss=loss)
+def other_checkpoints(run: Run) -> Tensor:
+    return checkpointed(run, False, "00120")
 
 
-def discarded_batches(run: Run) -> None:
-    for clear in (set_to_none, set_to_zero, by_hand):
+def discarded_batches(run: Run) -> Tensor:
+    for clear in CLEAR.values():
         run.backward(1)
         clear(run)
-    loss = run.backward(0)
-    run.optimizer.step(loss=loss)
+    return run.backward(0)
 
 
-def line_search(run: Run) -> None:
-    def closure() -> Tensor:
-        run.optimizer.zero_grad()
-        return run.backward(0)
-
+def line_search(run: Run) -> Tensor:
     for _ in range(3):
-        loss = closure()
-    run.optimizer.step(loss=loss)
+        run.optimizer.zero_grad()
+        loss = run.backward(0)
+    return loss
 
 
-def adversaries(run: Run) -> None:
+def adversaries(run: Run) -> Tensor:
     """The generator's backward() reaches the judge, whose gradients its module clears."""
     made = nn.Linear(4, 4)
     generator = NGNM.simple(made.parameters(), lr=0.1, backend="reference")
-    for k in range(3):
-        run.model.zero_grad()
-        real, fake = run.loss(k), run.model(made(batch(k)).detach()).square().mean()
-        real.backward()
-        fake.backward()
-        run.optimizer.step(loss=(real + fake).detach())
-        generator.zero_grad()
-        loss = run.model(made(batch(k))).square().mean()
-        loss.backward()
-        generator.step(loss=loss)
+    loss = run.model(made(batch(0))).square().mean()
+    loss.backward()
+    generator.step(loss=loss)
+    run.model.zero_grad()
+    real, fake = run.backward(0), run.model(made(batch(0)).detach()).square().mean()
+    fake.backward()
+    return (real + fake).detach()
 
 
 LEGITIMATE = (
@@ -784,7 +758,7 @@ def test_loops_that_are_right_are_not_warned_of(loop: Callable[[Run], None], bac
     run = Run(backend)
     for _ in range(3):
         run.optimizer.zero_grad()
-        loop(run)
+        run.optimizer.step(loss=loop(run))
     assert float(run.optimizer.state[run.model.layers[0].weight]["step"]) >= 3
 
 
@@ -797,7 +771,6 @@ def test_backwards_with_checkpoints_inside_are_counted(path: str, backend: str) 
         run.optimizer.zero_grad()
     for _ in range(3):
         loss = checkpointed(run, True, path)
-        loss.backward()
     with pytest.warns(UserWarning, match=r"^3 backward"):
         run.optimizer.step(loss=loss)
 

@@ -16,14 +16,11 @@ import torch
 from bench_runs import (
     ROOFLINE,
     TINY,
-    failure,
+    Bench,
     overflowing_after,
     raising_after,
-    record_of,
-    replace_contender,
     rows_by_name,
     run,
-    run_step,
 )
 from ngn_bench import environment
 from ngn_bench.contenders import registry
@@ -35,9 +32,9 @@ from ngn_bench.timing import measure, roofline, step, workloads
 CHOSEN = "ngnmdv1:reference,adamw"
 
 
-def test_step_measures_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "step.png"
-    record = run_step(tmp_path, "--contenders", CHOSEN, "--plot", str(picture))
+def test_step_measures_and_records(bench: Bench) -> None:
+    picture = bench.folder / "step.png"
+    record = bench.step("--contenders", CHOSEN, "--plot", str(picture))
     assert record["schema"] == 1
     assert record["kind"] == "step"
     assert record["interrupted"] is False
@@ -67,14 +64,14 @@ def test_step_measures_and_records(tmp_path: Path, capsys: pytest.CaptureFixture
     assert rows["adamw:foreach"]["extra_bytes"] >= 4 * 15
     assert rows["adamw:foreach"]["bytes_code"] > rows["adamw:fused"]["bytes_code"] == 28
     assert readme.picture_source(picture) is not None
-    output = capsys.readouterr().out
+    output = bench.output()
     assert "many:3x5: 15 parameters in 3 tensors, float32 on cpu" in output
     assert "NGN-MDv1 · reference" in output
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
-def test_step_in_other_dtypes(tmp_path: Path, dtype: str) -> None:
-    record = run_step(tmp_path, "--contenders", "ngnm:reference", "--dtype", dtype)
+def test_step_in_other_dtypes(bench: Bench, dtype: str) -> None:
+    record = bench.step("--contenders", "ngnm:reference", "--dtype", dtype)
     row = rows_by_name(record)["ngnm:reference"]
     assert row["dtype"] == dtype
     assert row["verdict"]["ok"] is True
@@ -84,54 +81,50 @@ def test_step_in_other_dtypes(tmp_path: Path, dtype: str) -> None:
     assert rows_by_name(record)["adamw:fused"]["bytes_floor"] == 7 * param
 
 
-def test_half_precision_is_timed_on_finite_parameters(tmp_path: Path) -> None:
+def test_half_precision_is_timed_on_finite_parameters(bench: Bench) -> None:
     names = "ngnmdv1,ngnmdv2,ngnmdv1:plain,adamw,momo-all"
-    rows = run_step(tmp_path, "--contenders", names, "--dtype", "float16")["rows"]
+    rows = bench.step("--contenders", names, "--dtype", "float16")["rows"]
     assert len(rows) == 8
     assert [row["label"] for row in rows if row["time"] is None or row["note"]] == []
 
 
-def test_non_finite_parameters_leave_the_other_contenders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace_contender(monkeypatch, "adamw:foreach", build=overflowing_after(1), build_trusted=None)
-    rows = rows_by_name(run_step(tmp_path, "--contenders", "adamw:foreach,adamw:for-loop"))
+def test_non_finite_parameters_leave_the_other_contenders(bench: Bench) -> None:
+    bench.replace("adamw:foreach", build=overflowing_after(1), build_trusted=None)
+    rows = bench.rows("--contenders", "adamw:foreach,adamw:for-loop")
     assert rows["adamw:foreach"]["time"] is None
     assert "leaves non-finite parameters in float32" in rows["adamw:foreach"]["note"]
     assert rows["adamw:for-loop"]["time"] is not None
 
 
-def test_no_time_is_shown_once_parameters_are_non_finite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace_contender(monkeypatch, "adamw:foreach", build=overflowing_after(9), build_trusted=None)
-    for row in run_step(tmp_path, "--contenders", "adamw:foreach")["rows"]:
+def test_no_time_is_shown_once_parameters_are_non_finite(bench: Bench) -> None:
+    bench.replace("adamw:foreach", build=overflowing_after(9), build_trusted=None)
+    for row in bench.step("--contenders", "adamw:foreach")["rows"]:
         assert row["time"] is None
         assert row["note"] == "not shown: parameters became non-finite while steps were timed"
 
 
-def test_skipped_steps_are_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_steps_are_no_time(bench: Bench) -> None:
     class Skipping(torch.optim.SGD):
         skipped_steps = torch.tensor(3)
 
-    replace_contender(monkeypatch, "sgd:fused", build=Skipping, build_trusted=None)
-    rows = rows_by_name(run_step(tmp_path, "--contenders", "sgd:fused"))
+    bench.replace("sgd:fused", build=Skipping, build_trusted=None)
+    rows = bench.rows("--contenders", "sgd:fused")
     assert rows["sgd:fused"]["time"] is None
     assert rows["sgd:fused"]["note"] == "not shown: 3 of its steps were skipped"
     assert rows["adamw:fused"]["time"] is not None
 
 
-def step_on_shapes(tmp_path: Path, shapes: str, *arguments: str) -> list[dict[str, Any]]:
+def step_on_shapes(bench: Bench, shapes: str, *arguments: str) -> list[dict[str, Any]]:
     """The rows of a run on a file of shapes."""
-    path = tmp_path / "resnet20.json"
+    path = bench.folder / "resnet20.json"
     path.write_text(shapes)
     command = ["step", "--shapes", str(path), "--seconds", "0.05", "--device", "cpu"]
-    record = record_of(tmp_path, *command, "--contenders", "adamw:fused", *arguments)
+    record = bench.record(*command, "--contenders", "adamw:fused", *arguments)
     rows: list[dict[str, Any]] = record["rows"]
     return rows
 
 
-def test_gradients_move_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_move_between_steps(bench: Bench) -> None:
     seen = []
 
     class Watching(torch.optim.SGD):
@@ -141,8 +134,8 @@ def test_gradients_move_between_steps(tmp_path: Path, monkeypatch: pytest.Monkey
                 seen.append([p.grad.data_ptr() for p in params])
             return super().step(closure)
 
-    replace_contender(monkeypatch, "sgd:fused", build=Watching, build_trusted=None)
-    step_on_shapes(tmp_path, "[[3], [5], [3], [3]]", "--contenders", "sgd:fused")
+    bench.replace("sgd:fused", build=Watching, build_trusted=None)
+    step_on_shapes(bench, "[[3], [5], [3], [3]]", "--contenders", "sgd:fused")
     assert len({tuple(sorted(pointers)) for pointers in seen}) == 1
     pairs = [list(zip(*steps, strict=True)) for steps in itertools.pairwise(seen)]
     moved = [[before != after for before, after in pair] for pair in pairs]
@@ -150,25 +143,25 @@ def test_gradients_move_between_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     assert moved.count([True, False, True, True]) > len(moved) / 2
 
 
-def test_step_with_cold_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_with_cold_caches(bench: Bench) -> None:
     flushes = []
-    monkeypatch.setattr(step, "_flush_bytes", lambda: 4096)
-    monkeypatch.setattr(measure.CpuClock, "flush", lambda self: flushes.append(1))
-    record = run_step(tmp_path, "--contenders", "adamw:fused", "--cold")
+    bench.patch.setattr(step, "_flush_bytes", lambda: 4096)
+    bench.patch.setattr(measure.CpuClock, "flush", lambda self: flushes.append(1))
+    record = bench.step("--contenders", "adamw:fused", "--cold")
     assert len(flushes) >= rows_by_name(record)["adamw:fused"]["time"]["samples"]
 
 
-def test_step_on_shapes_and_on_a_model_factory(tmp_path: Path) -> None:
+def test_step_on_shapes_and_on_a_model_factory(bench: Bench) -> None:
     shapes = '{"weight": [4, 3], "bias": [4], "scale": []}'
-    rows = step_on_shapes(tmp_path, shapes, "--workload", "ngn_bench.models:MLP")
+    rows = step_on_shapes(bench, shapes, "--workload", "ngn_bench.models:MLP")
     assert [(row["workload"], row["tensors"], row["parameters"]) for row in rows] == [
         ("ngn_bench.models:MLP", 6, 89610),
         ("shapes:resnet20", 3, 17),
     ]
 
 
-def test_rows_of_a_file_and_of_a_model_stay_apart(tmp_path: Path) -> None:
-    rows = step_on_shapes(tmp_path, "[[3]]", "--workload", "resnet20,resnet20")
+def test_rows_of_a_file_and_of_a_model_stay_apart(bench: Bench) -> None:
+    rows = step_on_shapes(bench, "[[3]]", "--workload", "resnet20,resnet20")
     assert [row["workload"] for row in rows] == ["resnet20", "shapes:resnet20"]
 
 
@@ -206,22 +199,20 @@ def test_compiled_adds_the_compiled_form(
             assert any(contender.compiled for contender in chosen) is bool(compiled)
 
 
-def test_each_workload_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_workload_is_compiled_anew(bench: Bench) -> None:
     resets = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
-    monkeypatch.setattr(torch, "compile", lambda step: step)
-    run_step(tmp_path, "--workload", "one:8,one:16", "--contenders", "adamw:compiled")
+    bench.patch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    bench.patch.setattr(torch, "compile", lambda step: step)
+    bench.step("--workload", "one:8,one:16", "--contenders", "adamw:compiled")
     assert len(resets) == 2
 
 
-def test_default_contenders_are_all_measured_or_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = run_step(tmp_path)
+def test_default_contenders_are_all_measured_or_explained(bench: Bench) -> None:
+    record = bench.step()
     named = {row["label"] for row in record["rows"]} | set(record["not_run"]["many:3x5"])
     expected = {c.label for c in CONTENDERS.values() if not c.compiled and not c.rival}
     assert named == expected
-    output = capsys.readouterr().out
+    output = bench.output()
     for reason in record["not_run"]["many:3x5"].values():
         assert reason
         assert reason in output
@@ -258,14 +249,12 @@ def test_small_machine_takes_the_smaller_default(
     assert {row["workload"] for row in record["rows"]} == {"many:2x4"}
 
 
-def test_cpu_table_preset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cpu_table_preset(bench: Bench) -> None:
     rules = ("ngnmdv1", "ngnm", "ngnmdv2", "ngn")
     table = (("many:3x5", (*rules, "ngnmdv1:plain", "momo-adam")), ("one:8K", rules))
-    monkeypatch.setattr("ngn_bench.commands.step.CPU_TABLE", table)
+    bench.patch.setattr("ngn_bench.commands.step.CPU_TABLE", table)
     assert run(["step", "--preset", "cpu-table", "--seconds", "0.1", "--device", "cpu"]) == 0
-    output = capsys.readouterr().out
+    output = bench.output()
     assert "Time of a step, relative to fused AdamW" in output
     assert re.search(r"optimizer +state +many:3x5 +one:8K\n", output)
     assert re.search(r"AdamW · fused +8\.00 +\S+ [mµ]s +\S+ [mµ]s\n", output)
@@ -284,69 +273,59 @@ class Broken(torch.optim.SGD):
                     p.sub_(0.5 * group["lr"] * p.grad)
 
 
-def test_a_wrong_answer_is_not_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replace_contender(monkeypatch, "sgd:fused", build=Broken)
-    record = run_step(tmp_path, "--contenders", "sgd:fused", status=1)
+def test_a_wrong_answer_is_not_timed(bench: Bench) -> None:
+    bench.replace("sgd:fused", build=Broken)
+    record = bench.step("--contenders", "sgd:fused", status=1)
     row = rows_by_name(record)["sgd:fused"]
     assert row["time"] is None
     assert row["ratio"] is None
     assert "not timed: differs from for-loop in float64" in row["note"]
-    captured = capsys.readouterr()
+    captured = bench.captured()
     assert row["note"] in captured.out
     assert captured.err == "ngn-bench: wrong answers from SGD momentum · fused\n"
 
 
-def test_a_contender_that_cannot_run_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "momo", None)
-    record = run_step(tmp_path, "--contenders", "momo-all")
+def test_a_contender_that_cannot_run_is_listed(bench: Bench) -> None:
+    bench.patch.setitem(sys.modules, "momo", None)
+    record = bench.step("--contenders", "momo-all")
     reason = "momo-opt is not installed: pip install momo-opt"
     assert record["not_run"]["many:3x5"] == {
         "Momo · momo-opt": reason,
         "Momo-Adam · momo-opt": reason,
     }
-    assert f"not run: Momo · momo-opt, Momo-Adam · momo-opt: {reason}" in capsys.readouterr().out
+    assert f"not run: Momo · momo-opt, Momo-Adam · momo-opt: {reason}" in bench.output()
 
 
-def test_a_contender_that_fails_while_measured_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contender_that_fails_while_measured_leaves_the_others(bench: Bench) -> None:
     failing = functools.partial(raising_after(8, RuntimeError("out of luck")), momentum=0.9)
-    replace_contender(monkeypatch, "sgd:fused", build=failing)
-    rows = rows_by_name(run_step(tmp_path, "--contenders", "sgd:fused"))
+    bench.replace("sgd:fused", build=failing)
+    rows = bench.rows("--contenders", "sgd:fused")
     assert "out of luck" in rows["sgd:fused"]["note"]
     assert rows["adamw:fused"]["time"] is not None
 
 
-def test_an_interrupted_run_keeps_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_keeps_what_was_measured(bench: Bench) -> None:
     interrupting = functools.partial(raising_after(40, KeyboardInterrupt()), momentum=0.9)
-    replace_contender(monkeypatch, "sgd:fused", build=interrupting)
-    record = run_step(
-        tmp_path, "--workload", "one:8,one:16", "--contenders", "sgd:fused", status=130
-    )
+    bench.replace("sgd:fused", build=interrupting)
+    record = bench.step("--workload", "one:8,one:16", "--contenders", "sgd:fused", status=130)
     assert record["interrupted"] is True
     assert [row["workload"] for row in record["rows"]] == ["one:8", "one:8"]
     assert rows_by_name(record)["adamw:fused"]["time"]["samples"] > 0
-    captured = capsys.readouterr()
+    captured = bench.captured()
     assert "AdamW · fused" in captured.out
     assert "interrupted" in captured.err
 
 
-def test_unknown_names_suggest_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    message = failure(capsys, "step", "--workload", "resnet2")
+def test_unknown_names_suggest_the_nearest(bench: Bench) -> None:
+    message = bench.failure("step", "--workload", "resnet2")
     assert "Did you mean 'resnet20'?" in message
     assert "many-small" in message
-    message = failure(capsys, "step", *TINY, "--contenders", "ngn-mdv1")
+    message = bench.failure("step", *TINY, "--contenders", "ngn-mdv1")
     assert "Did you mean 'ngnmdv1'?" in message
     assert "momo-adam" in message
-    assert "Did you mean 'float32'?" in failure(capsys, "step", *TINY, "--dtype", "flaot32")
-    assert "Did you mean 'transformer++-70m'?" in failure(
-        capsys, "train", "--model", "transformer-70m"
+    assert "Did you mean 'float32'?" in bench.failure("step", *TINY, "--dtype", "flaot32")
+    assert "Did you mean 'transformer++-70m'?" in bench.failure(
+        "train", "--model", "transformer-70m"
     )
 
 
@@ -371,18 +350,12 @@ def test_unknown_names_suggest_the_nearest(capsys: pytest.CaptureFixture[str]) -
         ("leaving:fn", "cannot import 'leaving': SystemExit"),
     ],
 )
-def test_bad_workloads(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    workload: str,
-    message: str,
-) -> None:
-    (tmp_path / "unfinished.py").write_text("def fn(:")
-    (tmp_path / "raising.py").write_text("raise RuntimeError('on import')")
-    (tmp_path / "leaving.py").write_text("import sys; sys.exit()")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    shown = failure(capsys, "step", "--workload", workload)
+def test_bad_workloads(bench: Bench, workload: str, message: str) -> None:
+    (bench.folder / "unfinished.py").write_text("def fn(:")
+    (bench.folder / "raising.py").write_text("raise RuntimeError('on import')")
+    (bench.folder / "leaving.py").write_text("import sys; sys.exit()")
+    bench.patch.syspath_prepend(str(bench.folder))
+    shown = bench.failure("step", "--workload", workload)
     assert message in shown
     assert max(map(len, shown.splitlines())) < 300
 
@@ -406,31 +379,27 @@ def test_bad_workloads(
     ],
     ids=lambda value: value[:20],
 )
-def test_bad_shapes_files(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
-) -> None:
-    path = tmp_path / "shapes.json"
+def test_bad_shapes_files(bench: Bench, content: str, message: str) -> None:
+    path = bench.folder / "shapes.json"
     path.write_text(content)
-    assert message in failure(capsys, "step", "--shapes", str(path))
+    assert message in bench.failure("step", "--shapes", str(path))
 
 
-def test_other_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "cannot read the shapes file" in failure(
-        capsys, "step", "--shapes", str(tmp_path / "none.json")
+def test_other_bad_input(bench: Bench) -> None:
+    assert "cannot read the shapes file" in bench.failure(
+        "step", "--shapes", str(bench.folder / "none.json")
     )
-    assert "must end in .png" in failure(capsys, "step", *TINY, "--plot", "picture.txt")
-    assert "is not a device" in failure(capsys, "step", *TINY, "--device", "gpu7")
-    assert "only cpu and cuda" in failure(capsys, "info", "--device", "meta")
-    assert "trains on images" in failure(capsys, "train", "--model", "mlp", "--context", "8")
-    assert "leave out --model" in failure(capsys, "train", "--preset", "loops", "--model", "mlp")
-    assert "leave out the @" in failure(
-        capsys, "train", "--model", "mlp", "--optimizers", "ngnmdv1@bfloat16"
+    assert "must end in .png" in bench.failure("step", *TINY, "--plot", "picture.txt")
+    assert "is not a device" in bench.failure("step", *TINY, "--device", "gpu7")
+    assert "only cpu and cuda" in bench.failure("info", "--device", "meta")
+    assert "trains on images" in bench.failure("train", "--model", "mlp", "--context", "8")
+    assert "leave out --model" in bench.failure("train", "--preset", "loops", "--model", "mlp")
+    assert "leave out the @" in bench.failure(
+        "train", "--model", "mlp", "--optimizers", "ngnmdv1@bfloat16"
     )
-    short = tmp_path / "short.txt"
+    short = bench.folder / "short.txt"
     short.write_text("to be")
-    assert "5 bytes" in failure(
-        capsys, "train", "--model", "small-transformer", "--text", str(short)
-    )
+    assert "5 bytes" in bench.failure("train", "--model", "small-transformer", "--text", str(short))
     with pytest.raises(SystemExit, match="2"):
         run(["info", "--threads", "99999999999"])
     with pytest.raises(SystemExit, match="2"):
@@ -441,26 +410,20 @@ def test_other_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 @pytest.mark.parametrize("command", [["step", *TINY], ["roofline"], ["train", "--model", "mlp"]])
-def test_outputs_are_tried_before_measuring(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: list[str],
-    option: str,
-) -> None:
-    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("something was measured"))
-    monkeypatch.setattr("ngn_bench.environment.describe", lambda *_: pytest.fail("too late"))
-    folder = tmp_path / "folder.png"
+def test_outputs_are_tried_before_measuring(bench: Bench, command: list[str], option: str) -> None:
+    bench.patch.setattr(measure, "measure", lambda *_: pytest.fail("something was measured"))
+    bench.patch.setattr("ngn_bench.environment.describe", lambda *_: pytest.fail("too late"))
+    folder = bench.folder / "folder.png"
     folder.mkdir()
-    assert "it is a directory" in failure(capsys, *command, option, str(folder))
-    (tmp_path / "file").write_text("")
-    below = str(tmp_path / "file" / "result.png")
-    assert f"cannot write {below}" in failure(capsys, *command, option, below)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    good = str(tmp_path / "result.png")
-    assert "plots need matplotlib" in failure(capsys, *command, "--plot", good)
-    assert not (tmp_path / "result.png.part").exists()
+    assert "it is a directory" in bench.failure(*command, option, str(folder))
+    (bench.folder / "file").write_text("")
+    below = str(bench.folder / "file" / "result.png")
+    assert f"cannot write {below}" in bench.failure(*command, option, below)
+    bench.patch.setitem(sys.modules, "matplotlib", None)
+    bench.patch.setitem(sys.modules, "matplotlib.figure", None)
+    good = str(bench.folder / "result.png")
+    assert "plots need matplotlib" in bench.failure(*command, "--plot", good)
+    assert not (bench.folder / "result.png.part").exists()
 
 
 def test_the_chosen_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,28 +437,26 @@ def test_the_chosen_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Use --device cpu" in failure(capsys, "step", *TINY[:-2], "--device", "cuda")
+def test_a_missing_gpu_is_an_error(bench: Bench) -> None:
+    assert "Use --device cpu" in bench.failure("step", *TINY[:-2], "--device", "cuda")
 
 
-def test_memory_is_estimated_before_allocating(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step, "memory_free", lambda device: 2**30)
-    monkeypatch.setattr(step, "_allocate", lambda *_: pytest.fail("memory was allocated"))
-    message = failure(capsys, "step", "--workload", "gpt2", "--contenders", "ngnmdv1")
+def test_memory_is_estimated_before_allocating(bench: Bench) -> None:
+    bench.patch.setattr(step, "memory_free", lambda device: 2**30)
+    bench.patch.setattr(step, "_allocate", lambda *_: pytest.fail("memory was allocated"))
+    message = bench.failure("step", "--workload", "gpt2", "--contenders", "ngnmdv1")
     assert "GiB" in message
     assert "Take a smaller workload" in message
-    monkeypatch.setattr("ngn_bench.timing.train.memory_free", lambda device: 2**30)
-    message = failure(
-        capsys, "train", "--model", "transformer++-70m", "--batch", "1", "--context", "64"
+    bench.patch.setattr("ngn_bench.timing.train.memory_free", lambda device: 2**30)
+    message = bench.failure(
+        "train", "--model", "transformer++-70m", "--batch", "1", "--context", "64"
     )
     assert "needs about" in message
 
 
-def test_roofline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "roofline.png"
-    record = record_of(tmp_path, *ROOFLINE, "--plot", str(picture))
+def test_roofline(bench: Bench) -> None:
+    picture = bench.folder / "roofline.png"
+    record = bench.record(*ROOFLINE, "--plot", str(picture))
     assert [point["bytes"] for point in record["sweep"]] == [32000, 64000, 128000]
     largest = record["sweep"][-1]
     floors = {floor["rule"]: floor for floor in record["floors"]}
@@ -504,12 +465,10 @@ def test_roofline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert floors["NGN-MDv1"]["apply"] == pytest.approx(28 / best)
     assert floors["NGN-MDv2"] == {**floors["AdamW"], "rule": "NGN-MDv2"}
     assert picture.stat().st_size > 10_000
-    assert "Shortest step" in capsys.readouterr().out
+    assert "Shortest step" in bench.output()
 
 
-def test_an_interrupted_roofline_keeps_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_roofline_keeps_what_was_measured(bench: Bench) -> None:
     lanes = roofline.bandwidth_lanes
 
     def interrupt(elements: int, *rest: Any) -> Any:
@@ -517,26 +476,24 @@ def test_an_interrupted_roofline_keeps_what_was_measured(
             raise KeyboardInterrupt
         return lanes(elements, *rest)
 
-    monkeypatch.setattr(roofline, "bandwidth_lanes", interrupt)
-    record = record_of(tmp_path, *ROOFLINE, status=130)
+    bench.patch.setattr(roofline, "bandwidth_lanes", interrupt)
+    record = bench.record(*ROOFLINE, status=130)
     assert [point["bytes"] for point in record["sweep"]] == [64000, 128000]
     assert record["floors"]
 
 
-def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = record_of(tmp_path, "info", "--device", "cpu")
-    output = capsys.readouterr().out
+def test_info(bench: Bench) -> None:
+    record = bench.record("info", "--device", "cpu")
+    output = bench.output()
     assert torch.__version__ in output
     assert "backend     reference on cpu: ok" in output
     assert record["environment"]["backends"]["reference"] == "ok"
 
 
-def test_help_names_every_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["ngn-bench", "--help"])
+def test_help_names_every_command(bench: Bench) -> None:
+    bench.patch.setattr(sys, "argv", ["ngn-bench", "--help"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("ngn_bench", run_name="__main__")
-    output = capsys.readouterr().out
+    output = bench.output()
     for name in ("step", "train", "roofline", "compare", "info", "toy", "sweep", "ablate"):
         assert re.search(rf"^    {name} ", output, re.MULTILINE), name

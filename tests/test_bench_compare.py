@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import failure, run, run_step, write
+from bench_runs import TINY, Bench, record_of, run, write
 from ngn_bench.pages import plots, readme
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_step(tmp_path_factory.mktemp("measured"), "--contenders", "adamw:for-loop")
+    return record_of(
+        tmp_path_factory.mktemp("measured"), "step", *TINY, "--contenders", "adamw:for-loop"
+    )
 
 
 @pytest.fixture
@@ -38,9 +40,9 @@ def slowed(record: dict[str, Any], factor: float) -> dict[str, Any]:
     return changed
 
 
-def compare(folder: Path, old: dict[str, Any], new: dict[str, Any], *options: str) -> int:
+def compare(bench: Bench, old: dict[str, Any], new: dict[str, Any], *options: str) -> int:
     """The exit status of `ngn-bench compare` for two records."""
-    files = write(folder / "old.json", old), write(folder / "new.json", new)
+    files = write(bench.folder / "old.json", old), write(bench.folder / "new.json", new)
     return run(["compare", *files, *options])
 
 
@@ -56,74 +58,67 @@ def compare(folder: Path, old: dict[str, Any], new: dict[str, Any], *options: st
     ],
 )
 def test_compare(
-    tmp_path: Path,
+    bench: Bench,
     result: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
     factor: float,
     options: list[str],
     status: int,
     word: str,
     metric: str,
 ) -> None:
-    assert compare(tmp_path, result, slowed(result, factor), "--metric", metric, *options) == status
-    assert word in capsys.readouterr().out
+    assert compare(bench, result, slowed(result, factor), "--metric", metric, *options) == status
+    assert word in bench.output()
 
 
-def test_compare_widens_the_band_with_the_spread(tmp_path: Path, result: dict[str, Any]) -> None:
+def test_compare_widens_the_band_with_the_spread(bench: Bench, result: dict[str, Any]) -> None:
     noisy = slowed(result, 1.3)
     noisy["rows"][1]["time"].update(low=1.2, high=3.2)
-    assert compare(tmp_path, result, noisy) == 0
+    assert compare(bench, result, noisy) == 0
 
 
-def test_compare_adds_the_spread_of_adamw_to_a_ratio(
-    tmp_path: Path, result: dict[str, Any]
-) -> None:
+def test_compare_adds_the_spread_of_adamw_to_a_ratio(bench: Bench, result: dict[str, Any]) -> None:
     slower = slowed(result, 1.3)
     slower["rows"][0]["time"].update(low=0.7, high=1.3)
-    assert compare(tmp_path, result, slower) == 1
-    assert compare(tmp_path, result, slower, "--metric", "ratio") == 0
+    assert compare(bench, result, slower) == 1
+    assert compare(bench, result, slower, "--metric", "ratio") == 0
 
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_what_is_no_longer_timed_is_a_regression(
-    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str], refused: bool
+    bench: Bench, result: dict[str, Any], refused: bool
 ) -> None:
     broken = copy.deepcopy(result)
     if refused:
         broken["not_run"]["many:3x5"] = {broken["rows"].pop()["label"]: "out of luck"}
     else:
         broken["rows"][1].update(time=None, ratio=None, note="out of luck")
-    assert compare(tmp_path, result, broken) == 1
-    assert "no longer timed: many:3x5 · adamw:for-loop" in (output := capsys.readouterr().out)
+    assert compare(bench, result, broken) == 1
+    assert "no longer timed: many:3x5 · adamw:for-loop" in (output := bench.output())
     assert "out of luck" in output
-    assert compare(tmp_path, broken, result) == 0
+    assert compare(bench, broken, result) == 0
     broken["rows"][-1].update(time=None, note="not measured: interrupted")
     broken["not_run"] = {}
     if not refused:
-        assert compare(tmp_path, result, broken) == 0
+        assert compare(bench, result, broken) == 0
 
 
-def test_training_on_other_batches_is_another_row(
-    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_on_other_batches_is_another_row(bench: Bench, result: dict[str, Any]) -> None:
     files = []
     for batch in (4, 8):
         record = copy.deepcopy({**result, "kind": "train"})
         for row in record["rows"]:
             row["description"] = f"batches of {batch} images"
-        files.append(write(tmp_path / f"{batch}.json", record))
+        files.append(write(bench.folder / f"{batch}.json", record))
     assert run(["compare", files[0], files[0]]) == 0
-    assert "share no workload" in failure(capsys, "compare", *files)
+    assert "share no workload" in bench.failure("compare", *files)
 
 
-def test_compare_lists_what_does_not_match(
-    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_lists_what_does_not_match(bench: Bench, result: dict[str, Any]) -> None:
     other = copy.deepcopy(result)
     del other["rows"][1]
     other["environment"]["cpu"] = "another"
-    assert compare(tmp_path, result, other) == 0
-    output = capsys.readouterr().out
+    assert compare(bench, result, other) == 0
+    output = bench.output()
     assert "only in the old result: many:3x5 · adamw:for-loop" in output
     assert "→ another" in output
     assert "--metric ratio" in output
@@ -143,58 +138,56 @@ def with_formats(record: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("metric", ["time", "ratio"])
 def test_compare_with_rows_that_only_one_has(
-    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str], metric: str
+    bench: Bench, result: dict[str, Any], metric: str
 ) -> None:
     more = with_formats(result)
     for old, new, side in ((result, more, "new"), (more, result, "old")):
-        assert compare(tmp_path, old, new, "--metric", metric) == 0
-        output = capsys.readouterr().out
+        assert compare(bench, old, new, "--metric", metric) == 0
+        output = bench.output()
         for name in ("ngnmdv1:cpu/8bit · float32", "ngnmdv1:cpu/exact@bfloat16 · bfloat16"):
             assert f"only in the {side} result: many:3x5 · {name} · cpu" in output
         assert "none of 2 rows became slower" in output
 
 
-def test_a_format_that_no_longer_runs_is_a_regression(
-    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_format_that_no_longer_runs_is_a_regression(bench: Bench, result: dict[str, Any]) -> None:
     more = with_formats(result)
     fewer = copy.deepcopy(more)
     labels = [fewer["rows"].pop()["label"] for _ in range(2)]
     fewer["not_run"]["many:3x5"] = dict.fromkeys(labels, "out of luck")
-    assert compare(tmp_path, more, fewer) == 1
-    output = capsys.readouterr().out
+    assert compare(bench, more, fewer) == 1
+    output = bench.output()
     for name in ("ngnmdv1:cpu/8bit · float32", "ngnmdv1:cpu/exact@bfloat16 · bfloat16"):
         assert f"no longer timed: many:3x5 · {name} · cpu: out of luck" in output
     # A run in another dtype does not measure these rows, but for the one with a dtype of its own.
     for row in fewer["rows"]:
         row["dtype"] = "bfloat16"
-    assert compare(tmp_path, more, fewer) == 1
-    output = capsys.readouterr().out
+    assert compare(bench, more, fewer) == 1
+    output = bench.output()
     assert "no longer timed: many:3x5 · ngnmdv1:cpu/exact@bfloat16" in output
     assert "only in the old result: many:3x5 · ngnmdv1:cpu/8bit" in output
 
 
-def test_compare_bad_files(
-    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = write(tmp_path / "good.json", result)
-    assert "cannot read" in failure(capsys, "compare", good, str(tmp_path / "none.json"))
-    (tmp_path / "text.json").write_text("hello")
-    assert "is not JSON" in failure(capsys, "compare", good, str(tmp_path / "text.json"))
-    assert "not a result" in failure(capsys, "compare", good, write(tmp_path / "empty.json", {}))
-    newer = write(tmp_path / "newer.json", {**result, "schema": 99})
-    assert "schema 99" in failure(capsys, "compare", good, newer)
-    kind = write(tmp_path / "kind.json", {**result, "kind": "train"})
-    assert "cannot compare" in failure(capsys, "compare", good, kind)
-    apart = write(tmp_path / "apart.json", {**result, "rows": []})
-    assert "share no workload" in failure(capsys, "compare", good, apart)
-    damaged = write(tmp_path / "damaged.json", {**result, "rows": [{"workload": "x"}]})
-    assert "damaged" in failure(capsys, "compare", good, damaged)
+def test_compare_bad_files(bench: Bench, result: dict[str, Any]) -> None:
+    good = write(bench.folder / "good.json", result)
+    assert "cannot read" in bench.failure("compare", good, str(bench.folder / "none.json"))
+    (bench.folder / "text.json").write_text("hello")
+    assert "is not JSON" in bench.failure("compare", good, str(bench.folder / "text.json"))
+    assert "not a result" in bench.failure("compare", good, write(bench.folder / "empty.json", {}))
+    newer = write(bench.folder / "newer.json", {**result, "schema": 99})
+    assert "schema 99" in bench.failure("compare", good, newer)
+    kind = write(bench.folder / "kind.json", {**result, "kind": "train"})
+    assert "cannot compare" in bench.failure("compare", good, kind)
+    apart = write(bench.folder / "apart.json", {**result, "rows": []})
+    assert "share no workload" in bench.failure("compare", good, apart)
+    damaged = write(bench.folder / "damaged.json", {**result, "rows": [{"workload": "x"}]})
+    assert "damaged" in bench.failure("compare", good, damaged)
     for missing in ("environment", "packages", "label"):
         holed = copy.deepcopy(result)
         for holder in (holed, holed["environment"], holed["rows"][0]):
             holder.pop(missing, None)
-        assert "damaged" in failure(capsys, "compare", good, write(tmp_path / "holed.json", holed))
+        assert "damaged" in bench.failure(
+            "compare", good, write(bench.folder / "holed.json", holed)
+        )
 
 
 def on_ranks(result: dict[str, Any]) -> dict[str, Any]:
@@ -207,21 +200,19 @@ def on_ranks(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "kind": "ranks", "command": command, **sizes}
 
 
-def test_readme_is_generated_and_checked(
-    tmp_path: Path, result: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_readme_is_generated_and_checked(bench: Bench, result: dict[str, Any]) -> None:
     result["not_run"]["many:3x5"] = {"Momo · momo-opt": "out of luck"}
     rule = {"contender": "ngnm:cpu", "label": "NGN-M · cpu", "ratio": 0.5}
     result["rows"].append(copy.deepcopy(result["rows"][1]) | rule)
-    text, source = tmp_path / "README.md", write(tmp_path / "reference.json", result)
+    text, source = bench.folder / "README.md", write(bench.folder / "reference.json", result)
     text.write_text(f"# Title\n\n{readme.marked('bench', 'old')}\n\nafter\n")
-    picture = tmp_path / "images" / "step.png"
-    loops = tmp_path / "loops.json"
+    picture = bench.folder / "images" / "step.png"
+    loops = bench.folder / "loops.json"
     command = ["--readme", str(text), "--json", source, "--picture", str(picture)]
-    ranks = write(tmp_path / "ranks.json", on_ranks(result))
-    command += ["--loops", str(loops), "--docs", str(tmp_path), "--ranks", ranks]
+    ranks = write(bench.folder / "ranks.json", on_ranks(result))
+    command += ["--loops", str(loops), "--docs", str(bench.folder), "--ranks", ranks]
     for file, page in readme.PAGES.items():
-        (tmp_path / file).write_text(readme.marked(page.name, "old"))
+        (bench.folder / file).write_text(readme.marked(page.name, "old"))
     assert readme.main([*command, "--check"]) == 1
     assert "old" in text.read_text()
     assert readme.main(command) == 0
@@ -240,7 +231,7 @@ def test_readme_is_generated_and_checked(
     assert readme.main(command) == 0
     assert text.read_text() == written
 
-    speed = tmp_path / "speed.md"
+    speed = bench.folder / "speed.md"
     full = speed.read_text()
     assert "| AdamW · for-loop | 8.80 | 2.00 |\n| NGN-M · cpu | 8.80 | 0.50 |" in full
     assert "Workloads: many:3x5: 15 parameters in 3 tensors." in full
@@ -256,33 +247,33 @@ def test_readme_is_generated_and_checked(
     assert "at revision 0123abc" in full
     speed.write_text(full.replace("2.00×", "1.90×"))
     assert readme.main([*command, "--check"]) == 1
-    assert "speed.md does not match" in capsys.readouterr().out
+    assert "speed.md does not match" in bench.output()
     assert readme.main(command) == 0
     assert speed.read_text() == full
     narrow = (
         "| `NGNMDv1`, `DecNGNMDv1` | 26 / 4 | 24.12 / 3.06 | 21.31 / 2.12 | 22 / 6 | 13.31 / 2.12 |"
     )
-    assert narrow in (tmp_path / "gpu.md").read_text()
+    assert narrow in (bench.folder / "gpu.md").read_text()
 
-    many = tmp_path / "ranks.md"
+    many = bench.folder / "ranks.md"
     assert "| 2 | FSDP2 | NGN-MDv1 | 2.00 ms |" in many.read_text()
     assert "Measured with `ngn-bench ranks --ranks 2` at revision 0123abc" in many.read_text()
     many.write_text(many.read_text().replace("2.00 ms", "1.90 ms"))
     assert readme.main([*command, "--check"]) == 1
-    assert f"ranks.md does not match {ranks}" in capsys.readouterr().out
+    assert f"ranks.md does not match {ranks}" in bench.output()
     assert readme.main(command) == 0
 
-    page = tmp_path / "algorithms.md"
+    page = bench.folder / "algorithms.md"
     assert "| NGN-MDv1, Dec-NGN-MDv1 | g, v | g, v↕, m↕, x↕ | 9 | 1.29 |" in page.read_text()
     page.write_text(page.read_text().replace("| 9 |", "| 8 |"))
     assert readme.main([*command, "--check"]) == 1
-    assert "algorithms.md does not match the rules" in capsys.readouterr().out
+    assert "algorithms.md does not match the rules" in bench.output()
     assert readme.main(command) == 0
 
     training = {**result, "kind": "train", "command": ["ngn-bench", "train", "--preset", "loops"]}
     write(loops, training)
     assert readme.main([*command, "--check"]) == 1
-    assert "loops.json" in capsys.readouterr().out
+    assert "loops.json" in bench.output()
     assert readme.main(command) == 0
     sentence = "fused AdamW, took 2.00 (many:3x5, AdamW · for-loop), 0.50 (many:3x5, NGN-M · cpu)."
     assert sentence in speed.read_text()
@@ -297,9 +288,9 @@ def test_readme_is_generated_and_checked(
     text.write_text(written.replace("| 0.50 |", "| 0.60 |"))
     assert readme.main([*command, "--check"]) == 1
     text.write_text(written)
-    write(tmp_path / "reference.json", slowed(result, 1.0001))
+    write(bench.folder / "reference.json", slowed(result, 1.0001))
     assert readme.main([*command, "--check"]) == 1
-    assert "step.png does not match" in capsys.readouterr().out
+    assert "step.png does not match" in bench.output()
     text.write_text("no markers")
     assert readme.main(command) == 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,9 @@ import torch
 from bench_runs import (
     CPU,
     ROOFLINE,
-    failure,
+    Bench,
     overflowing_after,
-    record_of,
-    replace_contender,
     rows_by_name,
-    run_step,
 )
 from ngn_bench.commands.step import CPU_TABLE
 from ngn_bench.contenders import traffic
@@ -78,13 +74,13 @@ def test_names() -> None:
         stored_as(BASE, "8bits", "nearest")
 
 
-def test_a_row_for_each_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_for_each_state(bench: Bench) -> None:
     words = ["--workload", "one:8K", "--contenders", "ngnmdv1:reference", "--seconds", "0.5"]
-    rows = rows_by_name(run_step(tmp_path, *words, "--state", "float32,8bit"))
+    rows = bench.rows(*words, "--state", "float32,8bit")
     assert set(rows) == {"adamw:fused", "ngnmdv1:reference", "ngnmdv1:reference/8bit"}
     narrow, wide = rows["ngnmdv1:reference/8bit"], rows["ngnmdv1:reference"]
     assert narrow["verdict"]["ok"] and narrow["state_bytes"] < 0.28 * wide["state_bytes"]
-    assert "NGN-MDv1 · reference · 8bit" in capsys.readouterr().out
+    assert "NGN-MDv1 · reference · 8bit" in bench.output()
 
 
 @pytest.mark.parametrize(
@@ -125,17 +121,13 @@ def test_formats_stand_behind_their_rule() -> None:
         (["--preset", "cpu-table", "--state", "bfloat16"], "leave those out"),
     ],
 )
-def test_formats_that_cannot_be_measured(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert message in failure(capsys, "step", *words, "--device", "cpu")
+def test_formats_that_cannot_be_measured(bench: Bench, words: list[str], message: str) -> None:
+    assert message in bench.failure("step", *words, "--device", "cpu")
 
 
-def test_bfloat16_parameters_among_float32_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bfloat16_parameters_among_float32_ones(bench: Bench) -> None:
     name = "ngnmdv1:reference/bfloat16/exact@bfloat16"
-    record = run_step(tmp_path, "--workload", "one:8K", "--contenders", name)
+    record = bench.step("--workload", "one:8K", "--contenders", name)
     rows = rows_by_name(record)
     assert (rows[name]["dtype"], rows[BASELINE]["dtype"]) == ("bfloat16", "float32")
     assert rows[name]["verdict"]["ok"] is True
@@ -144,19 +136,17 @@ def test_bfloat16_parameters_among_float32_ones(
     assert rows[BASELINE]["state_bytes"] == pytest.approx(8 * 8000, abs=8)
     times = [rows[contender]["time"]["median"] for contender in (name, BASELINE)]
     assert rows[name]["ratio"] == pytest.approx(times[0] / times[1])
-    output = capsys.readouterr().out
+    output = bench.output()
     assert "8k parameters in 1 tensor, float32 on cpu" in output
     assert "NGN-MDv1 · reference · bfloat16 · exact · on bfloat16" in output
 
 
-def test_parameters_of_one_type_leave_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_of_one_type_leave_the_other(bench: Bench) -> None:
     """Timed steps may leave non-finite numbers in the parameters that a contender was given."""
     late = overflowing_after(8)
-    replace_contender(monkeypatch, "adamw:foreach", build=late, build_trusted=None)
+    bench.replace("adamw:foreach", build=late, build_trusted=None)
     chosen = "adamw:foreach@bfloat16,adamw:for-loop@bfloat16,adamw:for-loop"
-    rows = rows_by_name(run_step(tmp_path, "--contenders", chosen))
+    rows = bench.rows("--contenders", chosen)
     invalid = {name for name, row in rows.items() if row["time"] is None}
     assert invalid == {"adamw:foreach@bfloat16", "adamw:for-loop@bfloat16"}
 
@@ -191,7 +181,7 @@ def test_the_table_has_every_rule_and_format() -> None:
     assert largest == wanted | rivals | {"ngnmdv1:plain", "momo-adam"}
 
 
-def test_small_tensors_move_what_their_wide_state_does(tmp_path: Path) -> None:
+def test_small_tensors_move_what_their_wide_state_does(bench: Bench) -> None:
     passes = stored_as(BASE, "8bit", "nearest").passes
     assert passes.mean_floor_bytes(torch.float32, [4096]) == 21.3125
     assert passes.mean_floor_bytes(torch.float32, [4095, 1]) == 36
@@ -201,7 +191,7 @@ def test_small_tensors_move_what_their_wide_state_does(tmp_path: Path) -> None:
     # Reduce g and v; apply g, v and m twice, and x with its remainder twice.
     assert exact.mean_floor_bytes(torch.bfloat16, [1]) == 2 + 4 + 2 + 8 + 8 + 8
     words = ["--workload", "many:3x5,one:8K", "--state", "8bit"]
-    record = run_step(tmp_path, *words, "--contenders", "ngnmdv1:reference")
+    record = bench.step(*words, "--contenders", "ngnmdv1:reference")
     floors = {
         row["workload"]: row["bytes_floor"]
         for row in record["rows"]
@@ -210,14 +200,14 @@ def test_small_tensors_move_what_their_wide_state_does(tmp_path: Path) -> None:
     assert floors == {"many:3x5": 36, "one:8K": 21.3125}
 
 
-def test_floors_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_floors_of_formats(bench: Bench) -> None:
     rules = traffic.stored_rules(["float32", "8bit+bfloat16"], "nearest")
     assert list(rules)[:3] == ["NGN", "NGN-M", "NGN-M · 8bit"]
     assert rules["NGN-MDv1"] == traffic.PASSES["NGN-MDv1"]
     assert rules["NGN-MDv1 · 8bit+bfloat16"].floor_bytes(torch.float32) == 24.125
     assert rules["AdamW"] == traffic.PASSES["AdamW"]
-    found = {f["rule"]: f for f in record_of(tmp_path, *ROOFLINE, "--state", "8bit")["floors"]}
+    found = {f["rule"]: f for f in bench.record(*ROOFLINE, "--state", "8bit")["floors"]}
     assert found["NGN-MDv1 · 8bit"]["bytes_per_parameter"] == 21.3125
     assert "NGN-MDv1" not in found
-    assert "NGN-MDv1 · 8bit" in capsys.readouterr().out
-    assert "unknown state" in failure(capsys, *ROOFLINE, "--state", "4bit")
+    assert "NGN-MDv1 · 8bit" in bench.output()
+    assert "unknown state" in bench.failure(*ROOFLINE, "--state", "4bit")

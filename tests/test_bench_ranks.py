@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import failure, record_of, run
+from bench_runs import Bench, record_of, run
 from ngn_bench.pages import readme
 from ngn_bench.timing import projection, ranks
 
@@ -44,24 +44,22 @@ def fake_row(optimizer: str, layout: str, seconds: float, **other: Any) -> dict[
     return {**row, "collectives": 1, "bytes": 64, "same_bits": None, **other}
 
 
-def test_ranks_that_differ_give_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_differ_give_status_1(bench: Bench) -> None:
     rows = [
         fake_row("NGN-MDv1", "alone", 1.0),
         fake_row("AdamW · fused", "alone", 4.0),
         fake_row("NGN-MDv1", "ddp", 3.0, same_bits=False),
         fake_row("AdamW · fused", "ddp", 6.0, same_bits=True),
     ]
-    monkeypatch.setattr(ranks, "run_ranks", lambda settings, progress: ranks.with_ratios(rows))
+    bench.patch.setattr(ranks, "run_ranks", lambda settings, progress: ranks.with_ratios(rows))
     assert run(["ranks", "--ranks", "2", *TINY]) == 1
-    captured = capsys.readouterr()
+    captured = bench.captured()
     assert "ranks differ" in captured.err
     (line,) = [line for line in captured.out.splitlines() if "DDP" in line and "NGN-MDv1" in line]
     assert line.split()[-7:] == ["64", "B", "in", "1", "0.50×", "3.00×", "NO"]
 
 
-def test_a_process_that_fails_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_fails_is_reported() -> None:
     """Here an optimizer without parameters."""
     settings = ranks.RanksSettings((1,), tensors=-1, seconds=0.01)
     with pytest.raises(ranks.BenchError, match=r"with 1 process: (?s:.*)empty parameter list"):
@@ -75,23 +73,21 @@ def test_a_process_that_fails_is_reported(capsys: pytest.CaptureFixture[str]) ->
         (["--project", "--ranks", "2"], "leave out the options of a measurement"),
     ],
 )
-def test_options_that_do_not_go_together(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in failure(capsys, "ranks", *arguments)
+def test_options_that_do_not_go_together(bench: Bench, arguments: list[str], message: str) -> None:
+    assert message in bench.failure("ranks", *arguments)
 
 
 @pytest.mark.parametrize("numbers", ["0", "two", "1,65", ""])
-def test_bad_numbers_of_ranks(numbers: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_numbers_of_ranks(bench: Bench, numbers: str) -> None:
     with pytest.raises(SystemExit) as ended:
         run(["ranks", "--ranks", numbers])
     assert ended.value.code == 2
-    assert "--ranks" in capsys.readouterr().err
+    assert "--ranks" in bench.captured().err
 
 
-def test_projection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "projection.png"
-    record = record_of(tmp_path, "ranks", "--project", "--plot", str(picture))
+def test_projection(bench: Bench) -> None:
+    picture = bench.folder / "projection.png"
+    record = bench.record("ranks", "--project", "--plot", str(picture))
     rows = {row["gpus"]: row for row in record["projection"]}
     assert list(rows) == [8 * 2**k for k in range(12)]
     # 7 hops of 0.6 µs on NVLink and 6.6 µs to begin with; 512 bytes at 87.7 GB/s.
@@ -105,5 +101,5 @@ def test_projection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times = [row[what] for what in ("gather", "clip") for row in rows.values()]
     assert times == sorted(times[:12]) + sorted(times[12:])
     assert readme.picture_source(picture) is not None
-    output = capsys.readouterr().out
+    output = bench.output()
     assert "PROJECTION" in output and projection.percent(gather / (1.63 + gather)) in output

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import CPU, rows_by_name, run, run_step
+from bench_runs import CPU, Bench, run
 from ngn_bench.contenders import check
 from ngn_bench.contenders.registry import CONTENDERS, select
 from ngn_bench.timing import step
@@ -57,26 +57,21 @@ def test_rivals_have_a_group_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("package", RIVALS.values())
-def test_a_missing_package_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    package: str,
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_missing_package_is_named(bench: Bench, package: str) -> None:
+    bench.patch.setitem(sys.modules, package, None)
     name = next(name for name in RIVALS if RIVALS[name] == package)
-    record = run_step(tmp_path, "--contenders", name)
+    record = bench.step("--contenders", name)
     reason = f"{package} is not installed: pip install {package}"
     assert record["not_run"]["many:3x5"] == {CONTENDERS[name].label: reason}
-    assert reason in capsys.readouterr().out
+    assert reason in bench.output()
     assert run(["step", "--list", "--device", "cpu"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if name in line)
+    line = next(line for line in bench.output().splitlines() if name in line)
     assert line.endswith(reason)
 
 
 @pytest.mark.usefixtures("installed")
-def test_rivals_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_by_name(run_step(tmp_path, "--workload", "one:8192", "--contenders", "rivals"))
+def test_rivals_are_timed(bench: Bench) -> None:
+    rows = bench.rows("--workload", "one:8192", "--contenders", "rivals")
     assert set(rows) == {*RIVALS, "adamw:fused"}
     for name in RIVALS:
         assert rows[name]["time"] is not None, rows[name]["note"]
@@ -85,9 +80,9 @@ def test_rivals_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert rows[name]["verdict"]["ok"] is (True if known else None)
         assert rows[name]["bytes_code"] == (28 if known else None)
     assert rows["adamw8bit:torchao"]["bytes_floor"] == 4 * 3 + 4 * (1 + 4 / 256)
-    capsys.readouterr()
+    bench.captured()
     assert run(["step", "--list", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = bench.output().splitlines()
     for name in RIVALS:
         assert next(line for line in lines if name in line).endswith(" yes")
 
@@ -99,9 +94,9 @@ def test_a_wrong_rival_is_found(tmp_path: Path) -> None:
     assert check.check(CONTENDERS["adamw:deepspeed"], torch.float32, CPU).ok is False
 
 
-def test_the_list_has_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_contender(bench: Bench) -> None:
     assert run(["step", "--list", "--device", "cpu"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = bench.output().splitlines()
     for name in CONTENDERS:
         rule = name.removesuffix(":reference").removesuffix(":cpu").removesuffix(":triton")
         assert sum(line.startswith(f"{rule} ") for line in lines) == 1, name

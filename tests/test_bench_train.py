@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_runs import CPU, failure, record_of, replace_contender, rows_by_name
+from bench_runs import CPU, Bench, rows_by_name
 from ngn_bench.contenders.registry import CONTENDERS
 from ngn_bench.timing import train
 
 
 @pytest.mark.parametrize("clip", [None, "1.0"])
-def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], clip: str | None) -> None:
-    text = tmp_path / "text.txt"
+def test_train(bench: Bench, clip: str | None) -> None:
+    text = bench.folder / "text.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 40)
-    picture = tmp_path / "train.png"
+    picture = bench.folder / "train.png"
     command = ["train", "--model", "small-transformer", "--text", str(text), "--batch", "2"]
     command += ["--context", "8", "--optimizers", "ngnmdv1,ngnmdv1:plain", "--seconds", "0.3"]
     command += ["--device", "cpu", "--plot", str(picture), *(["--clip", clip] if clip else [])]
-    record = record_of(tmp_path, *command)
+    record = bench.record(*command)
     assert record["kind"] == "train"
     assert record["rows"][0]["contender"] == "adamw:fused"
     assert len(record["rows"]) == 3
@@ -30,20 +29,18 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], clip: str | N
         assert row["last_loss"] < row["first_loss"]
         assert row["ratio"] > 0
     assert picture.stat().st_size > 10_000
-    output = capsys.readouterr().out
+    output = bench.output()
     assert "2 × 8 tokens, bytes of text" in output
     assert "time/update" in output
 
 
-def train_mlp(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, dict[str, Any]]:
+def train_mlp(bench: Bench, *arguments: str, status: int = 0) -> dict[str, dict[str, Any]]:
     """Rows of a run on a small MLP, by contender."""
     command = ["train", "--model", "mlp", "--batch", "4", "--seconds", "0.1", "--device", "cpu"]
-    return rows_by_name(record_of(tmp_path, *command, *arguments, status=status))
+    return rows_by_name(bench.record(*command, *arguments, status=status))
 
 
-def test_train_compiles_what_is_called_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_compiles_what_is_called_compiled(bench: Bench) -> None:
     steps = []
 
     def compile_(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,30 +50,26 @@ def test_train_compiles_what_is_called_compiled(
 
         return compiled
 
-    monkeypatch.setattr(torch, "compile", compile_)
-    rows = train_mlp(tmp_path, "--optimizers", "adamw:compiled")
+    bench.patch.setattr(torch, "compile", compile_)
+    rows = train_mlp(bench, "--optimizers", "adamw:compiled")
     assert len(steps) > rows["adamw:compiled"]["time"]["samples"]
 
 
-def test_train_shows_no_time_of_a_wrong_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_shows_no_time_of_a_wrong_answer(bench: Bench) -> None:
     fused = CONTENDERS["sgd:fused"].build
-    replace_contender(
-        monkeypatch, "sgd:fused", build=lambda params, lr=0.1: fused(params, lr=0.9 * lr)
-    )
-    rows = train_mlp(tmp_path, "--optimizers", "sgd:fused", status=1)
+    bench.replace("sgd:fused", build=lambda params, lr=0.1: fused(params, lr=0.9 * lr))
+    rows = train_mlp(bench, "--optimizers", "sgd:fused", status=1)
     assert rows["sgd:fused"]["time"] is None
     assert "not timed: differs from for-loop" in rows["sgd:fused"]["note"]
     assert rows["adamw:fused"]["verdict"]["ok"] is True
-    captured = capsys.readouterr()
+    captured = bench.captured()
     assert rows["sgd:fused"]["note"] in captured.out
     assert "wrong answers from SGD momentum" in captured.err
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt()])
 def test_a_loop_that_stops_in_its_first_block_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    bench: Bench, error: BaseException
 ) -> None:
     iterate, calls = train.Loop.iterate, []
 
@@ -87,27 +80,25 @@ def test_a_loop_that_stops_in_its_first_block_leaves_the_others(
                 raise error
         iterate(loop)
 
-    monkeypatch.setattr(train.Loop, "iterate", fail)
+    bench.patch.setattr(train.Loop, "iterate", fail)
     interrupted = isinstance(error, KeyboardInterrupt)
-    rows = train_mlp(tmp_path, "--optimizers", "sgd:fused", status=130 if interrupted else 0)
+    rows = train_mlp(bench, "--optimizers", "sgd:fused", status=130 if interrupted else 0)
     assert rows["adamw:fused"]["time"] is not None
     assert rows["sgd:fused"]["ratio"] is None
     if not interrupted:
         assert "out of luck" in rows["sgd:fused"]["note"]
 
 
-def test_all_tasks_are_checked_before_the_first_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("ngn_bench.timing.train.make_task", lambda *_: pytest.fail("too early"))
-    assert "Did you mean 'resnet20'?" in failure(capsys, "train", "--model", "mlp,resnet21")
-    missing = str(tmp_path / "none.txt")
+def test_all_tasks_are_checked_before_the_first_is_trained(bench: Bench) -> None:
+    bench.patch.setattr("ngn_bench.timing.train.make_task", lambda *_: pytest.fail("too early"))
+    assert "Did you mean 'resnet20'?" in bench.failure("train", "--model", "mlp,resnet21")
+    missing = str(bench.folder / "none.txt")
     arguments = ["train", "--model", "small-transformer", "--text", missing]
-    assert "cannot read the text" in failure(capsys, *arguments)
-    message = failure(capsys, "train", "--model", "mlp", "--batch", "1000000000000")
+    assert "cannot read the text" in bench.failure(*arguments)
+    message = bench.failure("train", "--model", "mlp", "--batch", "1000000000000")
     assert "in batches of 1,000,000,000,000 with 2 optimizers" in message
     arguments = ["train", "--model", "small-transformer", "--context", "16000000"]
-    assert "--context" in failure(capsys, *arguments)
+    assert "--context" in bench.failure(*arguments)
 
 
 def test_training_memory_counts_optimizers_and_activations() -> None:
@@ -130,8 +121,8 @@ def test_a_batch_that_was_left_open_fits_the_memory(monkeypatch: pytest.MonkeyPa
     assert train.plan_task("mlp", adamw, settings).batch == 10
 
 
-def test_train_on_images(tmp_path: Path) -> None:
-    rows = train_mlp(tmp_path)
+def test_train_on_images(bench: Bench) -> None:
+    rows = train_mlp(bench)
     assert [row["workload"] for row in rows.values()] == ["mlp", "mlp"]
     assert rows["adamw:fused"]["parameters"] == 89610
 

@@ -11,6 +11,7 @@ import torch
 from algorithms import EVERY, NGNM, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
 from helpers import assert_unchanged, params_of, random_columns, random_gradients, snapshot
 from pair import Pair
+from steps import check_next_step, train
 from torch import Tensor
 
 from ngn_kernels import SkippedStepWarning
@@ -29,8 +30,7 @@ def three_buckets(algorithm: Algorithm, backend: str, **options: Any) -> Any:
     """An optimizer after a step; a group, and a bucket, for each type."""
     columns = [random_columns([[(3,), (5, 7)]], dtype)[0] for dtype in DTYPES]
     optimizer = algorithm.build(columns, HYPERS, backend=backend, **options)
-    random_gradients(params_of(optimizer), seed=0)
-    optimizer.step(loss=1.0)
+    train(optimizer, 0)
     random_gradients(params_of(optimizer), seed=1)
     return optimizer
 
@@ -49,10 +49,7 @@ def assert_counted_once(algorithm: Algorithm, optimizer: Any, loss: float, reaso
     assert warned(lambda: optimizer.step(loss=loss)) == [f"{name}: {WARNINGS[reason]}"]
     assert int(optimizer.skipped_steps) == count + 1
     for seed in (5, 6):
-        random_gradients(params_of(optimizer), seed=seed)
-        pair = Pair(algorithm, optimizer)
-        pair.step(1.0)
-        pair.check_step()
+        check_next_step(algorithm, optimizer, seed=seed, loss=1.0)
         assert int(optimizer.skipped_steps) == count + 1
     random_gradients(params_of(optimizer), seed=7)
 
@@ -91,18 +88,14 @@ def test_unusual_gradients_in_every_bucket(algorithm: Algorithm, backend: str) -
     for p in params_of(optimizer):
         if p.dim() == 2:
             p.grad = p.grad.t().contiguous().t()
-    pair = Pair(algorithm, optimizer)
-    pair.step(0.7)
-    pair.check_step()
+    Pair(algorithm, optimizer).checked_step(0.7)
 
 
 def test_gradients_that_turn_to_another_type(backend: str) -> None:
     optimizer = three_buckets(NGNMDv1, backend)
     for k, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
         random_gradients(params_of(optimizer), seed=k, dtype=dtype)
-        pair = Pair(NGNMDv1, optimizer)
-        pair.step(0.7)
-        pair.check_step()
+        Pair(NGNMDv1, optimizer).checked_step(0.7)
 
 
 # Two devices, as far as a plan knows: both are the host, so that the numbers are real.
@@ -134,9 +127,7 @@ def test_devices_share_one_denominator(
     assert len(optimizer._plan.devices) == two_devices
     for k in range(2):
         random_gradients(params_of(optimizer), seed=k, norm=3.0)
-        pair = Pair(algorithm, optimizer, max_grad_norm=clipping)
-        pair.step(0.7)
-        pair.check_step()
+        Pair(algorithm, optimizer, max_grad_norm=clipping).checked_step(0.7)
 
 
 @EVERY

@@ -115,8 +115,7 @@ def test_many_tensors(algorithm: Algorithm, backend: str, extent: Extent) -> Non
     half = [(1,)] * (extent.tensors // 2)
     pair = Pair(algorithm, algorithm.build(random_columns([half, half]), backend=backend))
     random_gradients(params_of(pair.optimizer), seed=0, norm=3.0)
-    pair.step(0.8)
-    pair.check_step()
+    pair.checked_step(0.8)
 
 
 @pytest.mark.essential
@@ -227,8 +226,7 @@ def test_defaults(algorithm: Algorithm, backend: str) -> None:
         assert group["beta2"] == 0.999 and group["eps"] == 1e-8
     pair = Pair(algorithm, optimizer)
     random_gradients(params, seed=0)
-    pair.step(0.5)
-    pair.check_step()
+    pair.checked_step(0.5)
 
 
 def test_state_is_what_the_rule_needs(algorithm: Algorithm, backend: str) -> None:

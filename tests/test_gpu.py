@@ -70,9 +70,7 @@ def test_unaligned_views(algorithm: Algorithm) -> None:
         p = Parameter(x[at_x : at_x + n].normal_())
         optimizer = algorithm.simple([p], backend="triton")
         p.grad = g[at_g : at_g + n].normal_().div_(n**0.5)
-        pair = Pair(algorithm, optimizer)
-        pair.step(1.0)
-        pair.check_step()
+        Pair(algorithm, optimizer).checked_step(1.0)
         assert not x[:at_x].any() and not x[at_x + n :].any()
 
 

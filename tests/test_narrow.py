@@ -15,6 +15,7 @@ from conftest import runnable_backends
 from extent import Extent
 from helpers import params_of, random_columns, random_gradients, snapshot
 from pair import Pair, numbers_in
+from steps import check_next_step, train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -199,9 +200,7 @@ def test_steps_from_identical_state(
     pair = Pair(algorithm, build(algorithm, backend, state, dtype, **options), **options)
     for k in range(extent.steps_from_sync):
         random_gradients(params_of(pair.optimizer), seed=k, norm=3.0 / (k + 1))
-        pair.sync()
-        pair.step(0.7 + k)
-        pair.check_step()
+        pair.checked_step(0.7 + k)
     names = dict(zip(FORMATS, (state, state) if isinstance(state, str) else state, strict=True))
     for p in params_of(pair.optimizer):
         held = pair.optimizer.state[p]
@@ -241,9 +240,7 @@ def test_threads_change_no_bit(backend: str, state: Any) -> None:
         torch.set_num_threads(threads)
         try:
             optimizer = build(NGNMDv1, backend, state, torch.float32)
-            for k in range(2):
-                random_gradients(params_of(optimizer), seed=k)
-                optimizer.step(loss=1.0)
+            train(optimizer, 0, 1)
             runs.append(snapshot(optimizer))
         finally:
             torch.set_num_threads(1)
@@ -255,8 +252,7 @@ def test_threads_change_no_bit(backend: str, state: Any) -> None:
 @pytest.mark.essential
 def test_a_skipped_step_leaves_every_code(algorithm: Algorithm, backend: str, state: Any) -> None:
     optimizer = build(algorithm, backend, state, torch.float32)
-    random_gradients(params_of(optimizer), seed=0)
-    optimizer.step(loss=1.0)
+    train(optimizer, 0)
     before = snapshot(optimizer)
     for loss, found_inf in ((math.nan, 0.0), (1.0, 1.0)):
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(found_inf)
@@ -270,8 +266,7 @@ def test_a_skipped_step_leaves_every_code(algorithm: Algorithm, backend: str, st
 def test_elements_that_would_not_be_finite_keep_their_numbers(backend: str, state: Any) -> None:
     """Their neighbours, which share a scale with them, go on."""
     optimizer = build(NGNMDv2, backend, state, torch.float32)
-    random_gradients(params_of(optimizer), seed=0)
-    optimizer.step(loss=1.0)
+    train(optimizer, 0)
     p = params_of(optimizer)[2]
     x, held = p.detach().clone(), copy.deepcopy(numbers_in(optimizer, p))
     random_gradients(params_of(optimizer), seed=1)
@@ -343,9 +338,7 @@ def test_memory_orders(backend: str, state: Any) -> None:
     pair = Pair(NGNMDv1W, NGNMDv1W.simple(params(), backend=backend, state=state))
     for k in range(3):
         random_gradients(params_of(pair.optimizer), seed=k)
-        pair.sync()
-        pair.step(1.0)
-        pair.check_step()
+        pair.checked_step(1.0)
 
 
 @EVERY_STATE
@@ -366,9 +359,7 @@ def test_a_new_memory_order_keeps_the_numbers_near(backend: str, state: Any) -> 
         bound = 0.13 * before[key].abs() + before[key].abs().max() / 60
         assert ((now[key] - before[key]).abs() <= bound).all()
     random_gradients([p], seed=1)
-    pair.sync()
-    pair.step(1.0)
-    pair.check_step()
+    pair.checked_step(1.0)
 
 
 @EVERY_STATE
@@ -432,9 +423,7 @@ def test_float64_state_beside_what_is_narrower(
         state[key] = state[key].double() * (1 + 2.0**-40)
     for k in range(1, 5):
         random_gradients(params_of(pair.optimizer), seed=k, norm=3.0)
-        pair.sync()
-        pair.step(0.7 + k)
-        pair.check_step()
+        pair.checked_step(0.7 + k)
         assert {state[key].dtype for state, key in cast} <= {torch.float64}
     assert int(pair.optimizer.skipped_steps) == 0
 
@@ -466,9 +455,7 @@ def test_float64_state_that_is_kept_keeps_all_of_its_bits(backend: str) -> None:
 
 def trained(backend: str, state: Any, algorithm: Algorithm = NGNMDv1) -> Any:
     optimizer = build(algorithm, backend, state, torch.float32)
-    for k in range(3):
-        random_gradients(params_of(optimizer), seed=k)
-        optimizer.step(loss=1.0)
+    train(optimizer, 0, 1, 2)
     return optimizer
 
 
@@ -507,8 +494,7 @@ def test_a_loaded_run_goes_on_with_the_same_bits(
     for k in range(3, 6):
         assert same_numbers(other, optimizer) and same_numbers(copied, optimizer)
         for each in (optimizer, other, copied):
-            random_gradients(params_of(each), seed=k)
-            each.step(loss=1.0)
+            train(each, k)
     assert same_numbers(other, optimizer) and same_numbers(copied, optimizer)
 
 
@@ -550,10 +536,7 @@ def test_a_negative_zero_is_loaded_as_zero(backend: str, state: str) -> None:
     saved["state"][0]["exp_avg_sq"] = torch.full_like(saved["state"][0]["exp_avg_sq"], -0.0)
     optimizer.load_state_dict(saved)
     assert not optimizer.state_dict()["state"][0]["exp_avg_sq"].any()
-    pair = Pair(NGNMDv1, optimizer)
-    random_gradients(params_of(optimizer), seed=9)
-    pair.step(1.0)
-    pair.check_step()
+    check_next_step(NGNMDv1, optimizer, seed=9, loss=1.0)
 
 
 def test_replaced_state_is_brought_into_its_format(backend: str) -> None:
@@ -561,10 +544,7 @@ def test_replaced_state_is_brought_into_its_format(backend: str) -> None:
     p = params_of(optimizer)[0]
     v = numbers_in(optimizer, p)["exp_avg_sq"]
     optimizer.state[p]["exp_avg_sq"] = v.clone()
-    pair = Pair(NGNMDv1, optimizer)
-    random_gradients(params_of(optimizer), seed=9)
-    pair.step(1.0)
-    pair.check_step()
+    check_next_step(NGNMDv1, optimizer, seed=9, loss=1.0)
     assert optimizer.state[p]["exp_avg_sq"].dtype == torch.uint8
 
 

@@ -13,6 +13,7 @@ from algorithms import EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv1W
 from helpers import params_of, random_gradients, snapshot
 from layouts import LAYOUTS
 from pair import Pair
+from steps import train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -114,9 +115,7 @@ def test_parameters_that_join_beside_the_oracle(
         random_gradients(params, seed=k)
         for p in params[k + 5 :]:
             p.grad = None
-        pair = Pair(algorithm, optimizer)
-        pair.step(0.7)
-        pair.check_step()
+        Pair(algorithm, optimizer).checked_step(0.7)
     assert len(built) == 1
 
 
@@ -138,9 +137,7 @@ def test_a_parameter_that_joins_and_overlaps(what: str, backend: str) -> None:
             optimizer.step(loss=1.0)
         assert snapshot(optimizer)[0] == before
     q.data = torch.ones(4)
-    pair = Pair(NGNMDv1, optimizer)
-    pair.step(1.0)
-    pair.check_step()
+    Pair(NGNMDv1, optimizer).checked_step(1.0)
 
 
 def test_a_parameter_that_joins_between_the_elements_of_another(backend: str) -> None:
@@ -150,9 +147,7 @@ def test_a_parameter_that_joins_between_the_elements_of_another(backend: str) ->
     for k, with_gradients in enumerate(([p], [p], [p, q], [q], [p, q])):
         p.grad = q.grad = None
         random_gradients(with_gradients, seed=k)
-        pair = Pair(NGNMDv1, optimizer)
-        pair.step(1.0)
-        pair.check_step()
+        Pair(NGNMDv1, optimizer).checked_step(1.0)
 
 
 def test_a_parameter_that_joins_and_is_refused(backend: str) -> None:
@@ -176,8 +171,7 @@ def test_a_plan_is_freed_at_once(backend: str) -> None:
     optimizer = many(NGNMDv1, backend)
     gc.disable()
     try:
-        random_gradients(params_of(optimizer), seed=0)
-        optimizer.step(loss=1.0)
+        train(optimizer, 0)
         plan = weakref.ref(optimizer._plan)
         optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
         assert plan() is None
@@ -192,9 +186,7 @@ def test_a_parameter_joins_where_another_gradient_changes_its_type(backend: str)
     random_gradients([p], seed=0)
     optimizer.step(loss=1.0)
     p.grad, q.grad = torch.ones(4, dtype=torch.bfloat16), torch.ones(4)
-    pair = Pair(NGNMDv1, optimizer)
-    pair.step(1.0)
-    pair.check_step()
+    Pair(NGNMDv1, optimizer).checked_step(1.0)
 
 
 def test_a_parameter_joins_where_another_gradient_is_refused(backend: str) -> None:

@@ -6,10 +6,10 @@ import contextlib
 import copy
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from helpers import (
     snapshot,
 )
 from pair import Pair
+from steps import check_next_step, train
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -48,14 +49,6 @@ def either_signature(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 EITHER = pytest.mark.usefixtures("either_signature")
-
-
-def check_next_step(algorithm: Algorithm, optimizer: Any, seed: int = 7) -> None:
-    """One step beside the oracle, from wherever the optimizer is now."""
-    random_gradients(params_of(optimizer), seed=seed)
-    pair = Pair(algorithm, optimizer)
-    pair.step(0.8)
-    pair.check_step()
 
 
 def after_a_step(algorithm: Algorithm, backend: str) -> Any:
@@ -295,9 +288,7 @@ def test_gradients_dropped_while_a_step_is_under_way(
     monkeypatch.setattr(engine, "prepare", prepare_dropping)
     for k in range(3):
         random_gradients(params, seed=k)
-        pair = Pair(algorithm, optimizer)
-        pair.step(1.0)
-        pair.check_step()
+        Pair(algorithm, optimizer).checked_step(1.0)
         garbage.clear()
 
 
@@ -316,22 +307,34 @@ def test_gradients_are_let_go_after_a_step(backend: str) -> None:
 # Numbers
 
 
+@contextlib.contextmanager
+def threads_of_torch(count: int) -> Iterator[None]:
+    """So many; what flushes subnormal numbers then stops doing so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
+
+
+def after_a_zero_gradient(x: Tensor, backend: str) -> Tensor:
+    p = Parameter(x.clone())
+    p.grad = torch.zeros_like(p)
+    ngn_kernels.NGN([p], lr=1.0, backend=backend).step(loss=1.0)
+    return p.detach()
+
+
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot flush")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_half_precision_under_flushed_subnormals(threads: int, backend: str) -> None:
     """Every float16 below 6e-5 is a subnormal; as a float32 it is not."""
     x = torch.arange(1, 70_001, dtype=torch.float32).remainder(1000).mul(2.0**-24).half()
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
+    with threads_of_torch(threads):
         torch.set_flush_denormal(True)
-        p = Parameter(x.clone())
-        p.grad = torch.zeros_like(p)
-        ngn_kernels.NGN([p], lr=1.0, backend=backend).step(loss=1.0)
-    finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(before)
-    assert torch.equal(p.detach(), x)
+        stepped = after_a_zero_gradient(x, backend)
+    assert torch.equal(stepped, x)
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot flush")
@@ -341,22 +344,12 @@ def test_flushing_is_the_same_on_all_threads(backend: str) -> None:
         pytest.skip("torch's own operators do not")
     x = torch.full((4_000_000,), 1e-39)  # enough for a second thread to take part
     results = []
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)  # threads that are there before take over nothing by themselves
-        p = Parameter(x.clone())
-        p.grad = torch.zeros_like(p)
-        ngn_kernels.NGN([p], lr=1.0, backend=backend).step(loss=1.0)
+    with threads_of_torch(2):  # threads that are there before take over nothing by themselves
+        after_a_zero_gradient(x, backend)
         torch.set_flush_denormal(True)
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            p = Parameter(x.clone())
-            p.grad = torch.zeros_like(p)
-            ngn_kernels.NGN([p], lr=1.0, backend=backend).step(loss=1.0)
-            results.append(p.detach().view(torch.int32).clone())
-    finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(before)
+            results.append(after_a_zero_gradient(x, backend).view(torch.int32))
     assert torch.equal(*results)
 
 
@@ -525,9 +518,7 @@ def test_options_set_between_steps_are_used(algorithm: Algorithm, backend: str) 
     for norm, floor in ((0.1, -1.0), (0.05, 0.2), (None, 0.0)):
         optimizer.max_grad_norm, optimizer.loss_floor = norm, floor
         random_gradients(params_of(optimizer), seed=3)
-        pair = Pair(algorithm, optimizer, max_grad_norm=norm, loss_floor=floor)
-        pair.step(0.8)
-        pair.check_step()
+        Pair(algorithm, optimizer, max_grad_norm=norm, loss_floor=floor).checked_step(0.8)
     for name in ("reference", backend):
         optimizer.backend = name
         check_next_step(algorithm, optimizer)
@@ -675,27 +666,11 @@ def test_optimizers_in_threads(backend: str, threads: int) -> None:
         shapes = SHAPES if backend == "triton" else ([(3,), (40_000,)], [(5, 7_001), ()])
         return NGNMDv1.build(random_columns(shapes), backend=backend)
 
-    def train(optimizer: Any) -> None:
-        for k in range(5):
-            random_gradients(params_of(optimizer), seed=k)
-            optimizer.step(loss=1.0)
-
     expected = large()
-    train(expected)
+    train(expected, *range(5))
     optimizers = [large() for _ in range(4)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        train_all(train, optimizers)
-    finally:
-        torch.set_num_threads(before)
+    with threads_of_torch(threads), ThreadPoolExecutor(len(optimizers)) as pool:
+        for done in [pool.submit(train, optimizer, *range(5)) for optimizer in optimizers]:
+            done.result()
     for optimizer in optimizers:
         assert snapshot(optimizer) == snapshot(expected)
-
-
-def train_all(train: Callable[[Any], None], optimizers: list[Any]) -> None:
-    threads = [threading.Thread(target=train, args=(o,)) for o in optimizers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

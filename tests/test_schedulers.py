@@ -10,6 +10,7 @@ import torch
 from algorithms import EVERY, NGN, NGND, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
 from helpers import params_of, random_columns, random_gradients
 from pair import Pair
+from steps import train
 from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
 
@@ -184,8 +185,7 @@ def test_scheduler_state_resumes(backend: str) -> None:
         return optimizer, SCHEDULERS["OneCycleLR"](optimizer)
 
     def go(optimizer: Any, scheduler: Any, seed: int) -> None:
-        random_gradients(params_of(optimizer), seed=seed)
-        optimizer.step(loss=1.0)
+        train(optimizer, seed)
         scheduler.step()
 
     optimizer, scheduler = start()

@@ -7,6 +7,7 @@ import torch
 from algorithms import EVERY, Algorithm
 from helpers import fresh, params_of, random_gradients, real64
 from pair import Pair
+from steps import check_next_step
 from torch.nn import Parameter
 
 
@@ -57,7 +58,4 @@ def test_parameter_replaced_in_its_group(algorithm: Algorithm, backend: str) -> 
     optimizer.step(loss=1.0)
     replaced = Parameter(torch.linspace(-1, 1, 35).view(5, 7))
     optimizer.param_groups[0]["params"][1] = replaced
-    random_gradients(params_of(optimizer), seed=4)
-    pair = Pair(algorithm, optimizer)
-    pair.step(1.0)
-    pair.check_step()
+    check_next_step(algorithm, optimizer, seed=4, loss=1.0)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
-from helpers import bits, params_of, random_columns, random_gradients, snapshot
+from helpers import bits, params_of, random_columns, random_gradients, snapshot, unchanged
 from pair import Pair
+from steps import check_next_step, train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -65,9 +66,7 @@ def steps(
     for k in range(count):
         random_gradients(params_of(pair.optimizer), seed=k, norm=2.0)
         yield pair
-        pair.sync()
-        pair.step(0.6 + k)
-        pair.check_step()
+        pair.checked_step(0.6 + k)
 
 
 def run(pairs: Iterator[Pair]) -> Pair:
@@ -147,8 +146,7 @@ def test_gradients_of_another_type(
     optimizer = algorithm.build(columns, backend="triton")
     pair = Pair(algorithm, optimizer)
     random_gradients(params_of(optimizer), seed=0, dtype=grad)
-    pair.step(0.7)
-    pair.check_step()
+    pair.checked_step(0.7)
 
 
 @EVERY
@@ -171,8 +169,7 @@ def test_offsets_beyond_32_bits(
     optimizer = algorithm.build(
         random_columns([[(2100,)], [(4101,), (3,)]], dtype), backend="triton"
     )
-    random_gradients(params_of(optimizer), seed=0)
-    optimizer.step(loss=1.0)
+    train(optimizer, 0)
     pair = Pair(algorithm, optimizer)
     pair.expect(1.0)
     plan = optimizer._plan
@@ -271,9 +268,7 @@ def test_rounded_parameters_and_narrow_state(rounding: str, gpu: SimulatedGPU) -
     for backend in ("triton", "reference"):
         columns = random_columns([[(4161,)], [(4200,)]], torch.bfloat16)
         optimizer = NGNMDv2.build(columns, backend=backend, **options)
-        for k in range(2):
-            random_gradients(params_of(optimizer), seed=k)
-            optimizer.step(loss=1.0)
+        train(optimizer, 0, 1)
         found.append(optimizer)
     differ, total = 0, 0
     for p, q in zip(*map(params_of, found), strict=True):
@@ -296,12 +291,9 @@ def test_rounded_parameters_and_narrow_state(rounding: str, gpu: SimulatedGPU) -
 def test_kept_elements_and_skipped_steps_of_narrow_state(gpu: SimulatedGPU) -> None:
     columns = random_columns([[(4161,)], []])
     optimizer = NGNMDv2.build(columns, backend="triton", state="8bit")
-    random_gradients(params_of(optimizer), seed=0)
-    optimizer.step(loss=1.0)
-    before = snapshot(optimizer)
-    with pytest.warns(ngn_warning()):
+    train(optimizer, 0)
+    with unchanged(optimizer, new_state=False), pytest.warns(ngn_warning()):
         optimizer.step(loss=float("nan"))
-    assert snapshot(optimizer) == before
     p = columns[0][0]
     x = p.detach().clone()
     random_gradients(params_of(optimizer), seed=1)
@@ -395,8 +387,7 @@ def test_a_bad_gradient(algorithm: Algorithm, bad: float, gpu: SimulatedGPU) -> 
     """Scalar rules skip the whole step; coordinate rules keep that element and count the step."""
     columns = random_columns([[(2100,)], [(5,)]])
     optimizer = algorithm.build(columns, backend="triton")
-    random_gradients(params_of(optimizer), seed=0)
-    optimizer.step(loss=1.0)
+    train(optimizer, 0)
     before = snapshot(optimizer)
     random_gradients(params_of(optimizer), seed=1)
     columns[0][0].grad[2099] = bad  # type: ignore[index]
@@ -443,8 +434,7 @@ def test_what_only_the_device_can_see(
     """A number that came from a tensor on the device: every gradient is finite, yet nothing moves."""
     columns = random_columns([[(2100,)], [(5,)]])
     optimizer = algorithm.build(columns, backend="triton")
-    random_gradients(params_of(optimizer), seed=0)
-    optimizer.step(loss=1.0)
+    train(optimizer, 0)
     before = snapshot(optimizer)
     with monkeypatch.context() as patch, pytest.warns(ngn_warning(), match=reason):
         scalars = optimizer._plan.home.inputs.scalars
@@ -454,9 +444,7 @@ def test_what_only_the_device_can_see(
         scalars.copy_(sent)  # which here are the host's own
     assert snapshot(optimizer) == before
     assert int(optimizer.skipped_steps) == 1
-    pair = Pair(algorithm, optimizer)
-    pair.step(1.0)
-    pair.check_step()
+    Pair(algorithm, optimizer).checked_step(1.0)
 
 
 def test_overflow_of_the_storage_type(gpu: SimulatedGPU) -> None:
@@ -473,13 +461,9 @@ def test_overflow_of_the_storage_type(gpu: SimulatedGPU) -> None:
 def test_a_second_step_compiles_nothing(gpu: SimulatedGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new lr, new gradients and a new loss reach the kernel that is already there."""
     optimizer = NGNMDv1.build(random_columns(SHAPES), backend="triton")
-    random_gradients(params_of(optimizer), seed=0)
-    optimizer.step(loss=1.0)
+    train(optimizer, 0)
     kernels = backends._load("triton").kernels  # type: ignore[union-attr]
     for kernel in (kernels.reduce, kernels.apply):
         monkeypatch.setattr(kernel, "run", lambda *a, **k: pytest.fail("bound and looked up again"))
     optimizer.param_groups[0]["lr"] = 0.123
-    random_gradients(params_of(optimizer), seed=1)
-    pair = Pair(NGNMDv1, optimizer)
-    pair.step(7.0)
-    pair.check_step()
+    check_next_step(NGNMDv1, optimizer, seed=1, loss=7.0)

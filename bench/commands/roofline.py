@@ -19,18 +19,13 @@ def add(commands: shared.Commands) -> None:
         "shortest step that the memory allows for each rule.",
     )
     shared.add_format_options(parser)
-    shared.add_seconds(parser, 15.0)
-    parser.add_argument(
-        "--largest", default=None, metavar="SIZE", help="elements of the largest array, as 32M"
-    )
-    shared.add_machine_options(parser)
-    shared.add_output_options(parser)
+    parser.add_argument("--largest", metavar="SIZE", help="elements of the largest array, as 32M")
+    shared.add_measurement_options(parser, 15.0)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    device = shared.select_machine(args)
-    shared.check_outputs(args)
+    device = shared.prepare(args)
     dtype = shared.find_dtype(args.dtype)
     largest = parse_count(args.largest) if args.largest else None
     machine = environment.describe(device)

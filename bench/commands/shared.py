@@ -78,6 +78,12 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_measurement_options(parser: argparse.ArgumentParser, seconds: float) -> None:
+    add_seconds(parser, seconds)
+    add_machine_options(parser)
+    add_output_options(parser)
+
+
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument(
@@ -97,6 +103,13 @@ def select_machine(args: argparse.Namespace) -> torch.device:
     if device.type == "cuda" and device.index is not None:
         # Events and kernels go to the current device.
         torch.cuda.set_device(device)
+    return device
+
+
+def prepare(args: argparse.Namespace) -> torch.device:
+    """The device of a measurement whose results can be written."""
+    device = select_machine(args)
+    check_outputs(args)
     return device
 
 

@@ -11,39 +11,20 @@ from ..contenders.registry import Contender, is_reference, select, stored_as
 from ..errors import BenchError
 from ..pages import plots
 from ..timing import step
-from ..timing.step_tables import (
-    contender_table,
-    not_run_lines,
-    ratio_table,
-    slower_lines,
-    step_tables,
-)
+from ..timing import step_tables as tables
 from ..timing.workloads import Workload, find_workload, read_shapes
 from . import shared
 
 DEFAULT_WORKLOADS = ("transformer++-70m", "resnet20")
 SMALL_MACHINE_WORKLOADS = ("resnet18", "resnet20")
 CPU_TABLE_ROWS = (
-    "ngnmdv1",
-    "ngnmdv1/bfloat16",
-    "ngnmdv1/8bit+bfloat16",
-    "ngnmdv1/8bit",
-    "ngnmdv1/bfloat16/exact@bfloat16",
-    "ngnm",
-    "ngnm/bfloat16",
-    "ngnm/8bit",
-    "ngnmdv2",
-    "ngnmdv2/bfloat16",
-    "ngnmdv2/8bit+bfloat16",
-    "ngnmdv2/8bit",
-    "ngn",
+    *("ngnmdv1", "ngnmdv1/bfloat16", "ngnmdv1/8bit+bfloat16", "ngnmdv1/8bit"),
+    *("ngnmdv1/bfloat16/exact@bfloat16", "ngnm", "ngnm/bfloat16", "ngnm/8bit"),
+    *("ngnmdv2", "ngnmdv2/bfloat16", "ngnmdv2/8bit+bfloat16", "ngnmdv2/8bit", "ngn"),
 )
 CPU_TABLE = (
     ("transformer++-70m", (*CPU_TABLE_ROWS, "ngnmdv1:plain", "momo-adam", "rivals")),
-    ("one:4M", CPU_TABLE_ROWS),
-    ("one:1M", CPU_TABLE_ROWS),
-    ("resnet20", CPU_TABLE_ROWS),
-    ("many-small", CPU_TABLE_ROWS),
+    *((name, CPU_TABLE_ROWS) for name in ("one:4M", "one:1M", "resnet20", "many-small")),
 )
 DEFAULT_JSON = Path("ngn-bench-step.json")
 DEFAULT_PLOT = Path("ngn-bench-step.png")
@@ -80,22 +61,20 @@ def add(commands: shared.Commands) -> None:
         "--list", action="store_true", help="show the contenders, and why some do not run here"
     )
     shared.add_format_options(parser)
-    shared.add_seconds(parser, 40.0)
     parser.add_argument("--compiled", action="store_true", help="also AdamW under torch.compile")
     parser.add_argument(
         "--cold",
         action=argparse.BooleanOptionalAction,
         help="empty the caches before every step (default: on a GPU only)",
     )
-    shared.add_machine_options(parser)
-    shared.add_output_options(parser)
+    shared.add_measurement_options(parser, 40.0)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     device = shared.select_machine(args)
     if args.list:
-        report.print_table(contender_table(device))
+        report.print_table(tables.contender_table(device))
         return 0
     if not (args.workload or args.shapes or args.contenders or args.preset != "default"):
         args.json = args.json or DEFAULT_JSON
@@ -119,12 +98,12 @@ def run(args: argparse.Namespace) -> int:
     with report.progress_bar("measuring") as progress:
         result = step.run_step(plan, settings, progress, keep)
     record = as_record(result)
-    for table in step_tables(record):
+    for table in tables.step_tables(record):
         report.print_table(table)
     if args.preset == "cpu-table":
-        report.print_table(ratio_table(record))
-        print("\n".join(slower_lines(record)))
-    for line in not_run_lines(record):
+        report.print_table(tables.ratio_table(record))
+        print("\n".join(tables.slower_lines(record)))
+    for line in tables.not_run_lines(record):
         print(line)
     drawn = any(row["ratio"] is not None for row in record["rows"])
     shared.write_outputs(args, record, plots.plot_step if drawn else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,13 +30,8 @@ def add(commands: shared.Commands) -> None:
     parser.add_argument(
         "--preset", choices=("loops",), help="loops: an MLP and a small Transformer"
     )
-    parser.add_argument(
-        "--optimizers",
-        type=shared.names,
-        metavar="NAMES",
-        default=["ngnmdv1"],
-        help="besides fused AdamW",
-    )
+    optimizers: dict[str, Any] = {"type": shared.names, "metavar": "NAMES", "default": ["ngnmdv1"]}
+    parser.add_argument("--optimizers", **optimizers, help="besides fused AdamW")
     parser.add_argument(
         "--batch", type=shared.positive(int, 2**40), help="sequences or images in a batch"
     )
@@ -49,15 +45,12 @@ def add(commands: shared.Commands) -> None:
         action=argparse.BooleanOptionalAction,
         help="bfloat16 autocast (default: on a GPU only)",
     )
-    shared.add_seconds(parser, 60.0)
-    shared.add_machine_options(parser)
-    shared.add_output_options(parser)
+    shared.add_measurement_options(parser, 60.0)
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    device = shared.select_machine(args)
-    shared.check_outputs(args)
+    device = shared.prepare(args)
     if args.preset and args.model:
         raise BenchError("--preset loops fixes the models; leave out --model")
     chosen = LOOP_MODELS if args.preset == "loops" else args.model or ("transformer++-70m",)
@@ -75,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
     record = report.as_plain(record)
     for table in train_tables(record):
         report.print_table(table)
-    shared.write_outputs(
-        args, record, plots.plot_train if any(row["time"] for row in record["rows"]) else None
-    )
+    drawn = any(row["time"] for row in record["rows"])
+    shared.write_outputs(args, record, plots.plot_train if drawn else None)
     return shared.exit_status(not completed, record["rows"])

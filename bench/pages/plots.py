@@ -47,6 +47,26 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def _plain(axes: Axes, *spines: str) -> None:
+    """Without tick marks and these sides of the frame."""
+    axes.tick_params(length=0, colors=INK)
+    axes.spines[list(spines)].set_visible(False)
+
+
+def _heading(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=10, weight="bold")
+
+
+def _beside(axes: Axes, text: str, point: tuple[float, float], by: int, **style: Any) -> None:
+    """A text some points to the right of a point."""
+    offset: dict[str, Any] = {"xytext": (by, 0), "textcoords": "offset points", "va": "center"}
+    axes.annotate(text, point, **offset, color=INK, **style)
+
+
+def _signed(figure: Figure, record: dict[str, Any]) -> None:
+    figure.supxlabel(machine_line(record["environment"]), fontsize=8, color=MUTED)
+
+
 def record_digest(record: dict[str, Any]) -> str:
     """A fingerprint of a record, stored in its picture."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
@@ -85,23 +105,13 @@ def plot_step(record: dict[str, Any], path: Path) -> None:
     first.set_yticks(range(len(names)), [labels[name] for name in names])
     for label, name in zip(first.get_yticklabels(), names, strict=True):
         label.set_fontweight("bold" if name == BASELINE else "normal")
-    figure.suptitle(
-        "Time of one optimizer step, relative to torch's fused AdamW",
-        fontsize=13,
-        weight="bold",
-        color=INK,
-    )
+    title = "Time of one optimizer step, relative to torch's fused AdamW"
+    figure.suptitle(title, fontsize=13, weight="bold", color=INK)
     handles = _step_legend(record, panels)
-    title = machine_line(record["environment"])
-    figure.legend(
-        loc="outside lower center",
-        ncols=len(handles) if len(panels) > 3 else 2,
-        handles=handles,
-        frameon=False,
-        fontsize=9.5,
-        title=title,
-        title_fontproperties={"size": 9},
-    )
+    title, ncols = machine_line(record["environment"]), len(handles) if len(panels) > 3 else 2
+    legend: dict[str, Any] = {"handles": handles, "ncols": ncols, "title": title}
+    style: dict[str, Any] = {"frameon": False, "fontsize": 9.5, "title_fontproperties": {"size": 9}}
+    figure.legend(loc="outside lower center", **legend, **style)
     save(figure, path, record)
 
 
@@ -111,12 +121,8 @@ def _step_legend(record: dict[str, Any], panels: dict[str, dict[str, dict[str, A
 
     shown = [row for rows in panels.values() for row in rows.values()]
     colours = {_bar_colour(row) for row in shown}
-    named = {
-        FASTER: "NGN, faster than fused AdamW",
-        SLOWER: "NGN, slower",
-        MUTED: "fused AdamW",
-        PALE: "others",
-    }
+    named = {FASTER: "NGN, faster than fused AdamW", SLOWER: "NGN, slower"}
+    named |= {MUTED: "fused AdamW", PALE: "others"}
     handles: list[Any] = [
         Patch(color=colour, label=label) for colour, label in named.items() if colour in colours
     ]
@@ -144,22 +150,15 @@ def _ratio_panel(
         if speed and not _in_cache(row, record):
             floor = row["bytes_floor"] * row["parameters"] / speed / baseline["time"]["median"]
             axes.plot([floor, floor], [position - 0.35, position + 0.35], color=INK, lw=1.8)
-        axes.annotate(
-            f"{row['ratio']:.{2 if row['ratio'] < 9.995 else 1}f}",
-            (CUT, position),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            color=INK,
-            weight="bold" if name == BASELINE else "normal",
-        )
+        ratio = f"{row['ratio']:.{2 if row['ratio'] < 9.995 else 1}f}"
+        weight = "bold" if name == BASELINE else "normal"
+        _beside(axes, ratio, (CUT, position), 4, weight=weight)
     axes.axvline(1, color=INK, lw=1, ls="--")
     axes.set_xlim(0, CUT)
     axes.set_xticks(list(RATIO_TICKS), list(RATIO_TICKS.values()))
-    axes.tick_params(length=0, colors=INK)
     axes.grid(axis="x", color=PALE, lw=0.6)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    _plain(axes, "top", "right", "left")
     name, _, size = workload_title(baseline).partition(": ")
     time = f"fused AdamW {duration(baseline['time']['median'])}"
     size = size.replace(" parameters", "")
@@ -187,16 +186,17 @@ def _in_cache(row: dict[str, Any], record: dict[str, Any]) -> bool:
 
 def plot_train(record: dict[str, Any], path: Path) -> None:
     """Iterations split into model and optimizer, one bar per optimizer."""
-    tasks = list(dict.fromkeys(row["workload"] for row in record["rows"] if row["time"]))
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for row in filter(lambda row: row["time"], record["rows"]):
+        tasks.setdefault(row["workload"], []).append(row)
     if not tasks:
         raise BenchError("nothing was measured, so there is nothing to plot")
-    counts = [sum(1 for r in record["rows"] if r["workload"] == t and r["time"]) for t in tasks]
+    counts = [len(rows) for rows in tasks.values()]
     figure = _figure(8.5, 1.2 + sum(0.42 * n + 0.75 for n in counts))
     all_axes = figure.subplots(
         len(tasks), 1, squeeze=False, gridspec_kw={"height_ratios": [n + 1.2 for n in counts]}
     )
-    for axes, task in zip(all_axes[:, 0], tasks, strict=True):
-        rows = [row for row in record["rows"] if row["workload"] == task and row["time"]]
+    for axes, (task, rows) in zip(all_axes[:, 0], tasks.items(), strict=True):
         for position, row in enumerate(reversed(rows)):
             total, update = row["time"]["median"] * 1e3, row["update"] * 1e3
             axes.barh(position, total - update, height=0.62, color=PALE)
@@ -207,16 +207,12 @@ def plot_train(record: dict[str, Any], path: Path) -> None:
         longest = max(row["time"]["median"] for row in rows) * 1e3
         axes.set_xlim(0, longest * 1.45)
         axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
-        axes.tick_params(length=0, colors=INK)
         axes.set_xlabel("ms per iteration", color=MUTED, fontsize=8)
-        axes.spines[["top", "right", "left"]].set_visible(False)
+        _plain(axes, "top", "right", "left")
         axes.set_title(f"{task}, {rows[0]['description']}", loc="left", fontsize=9, color=INK)
-    figure.suptitle(
-        "A training iteration: forward and backward (grey), optimizer (green)",
-        fontsize=12,
-        weight="bold",
-    )
-    figure.supxlabel(machine_line(record["environment"]), fontsize=8, color=MUTED)
+    title = "A training iteration: forward and backward (grey), optimizer (green)"
+    figure.suptitle(title, fontsize=12, weight="bold")
+    _signed(figure, record)
     save(figure, path, record)
 
 
@@ -238,7 +234,7 @@ def plot_roofline(record: dict[str, Any], path: Path) -> None:
     left.set_xticks(ticks, [_binary(tick) for tick in ticks])
     left.set_xlabel("size of each array", color=INK)
     left.set_ylabel("GB/s", color=INK)
-    left.set_title("Memory bandwidth", loc="left", fontsize=10, weight="bold")
+    _heading(left, "Memory bandwidth")
     left.legend(frameon=False)
     left.grid(color=PALE, lw=0.6)
 
@@ -252,30 +248,16 @@ def plot_roofline(record: dict[str, Any], path: Path) -> None:
         right.barh(position, apply, left=reduce, height=0.66, color=colour)
         total = reduce + apply
         text = f"{total:.2f} ns   {total / adamw_time / 1e9:.2f}×"
-        right.annotate(
-            text,
-            (total, position),
-            (6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            color=INK,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-        )
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        _beside(right, text, (total, position), 6, fontsize=8, bbox=box)
     right.axvline(adamw_time * 1e9, color=INK, lw=1, ls="--", zorder=2)
     right.set_xlim(0, max(f["reduce"] + f["apply"] for f in floors) * 1.3e9)
     right.set_yticks(range(len(floors)), [floor["rule"] for floor in floors])
     right.set_xlabel(f"ns per {record['dtype']} parameter, and ratio to AdamW", color=INK)
-    right.set_title(
-        "Shortest step the memory allows: reduce (orange), apply",
-        loc="left",
-        fontsize=10,
-        weight="bold",
-    )
+    _heading(right, "Shortest step the memory allows: reduce (orange), apply")
     for axes in (left, right):
-        axes.tick_params(length=0, colors=INK)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(machine_line(record["environment"]), fontsize=8, color=MUTED)
+        _plain(axes, "top", "right")
+    _signed(figure, record)
     save(figure, path, record)
 
 
@@ -299,14 +281,9 @@ def plot_projection(record: dict[str, Any], path: Path) -> None:
                 right.annotate(text, (gpus[-1], shares[-1]), (5, -3), textcoords="offset points")
     left.legend(frameon=False, loc="upper left")
     left.set_ylabel("ms per exchange", color=INK)
-    left.set_title("One exchange", loc="left", fontsize=10, weight="bold")
+    _heading(left, "One exchange")
     right.set_ylabel("% of an iteration", color=INK)
-    right.set_title(
-        "Its share of an iteration (colours as left)",
-        loc="left",
-        fontsize=10,
-        weight="bold",
-    )
+    _heading(right, "Its share of an iteration (colours as left)")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -315,16 +292,14 @@ def plot_projection(record: dict[str, Any], path: Path) -> None:
         axes.minorticks_off()
         axes.set_xlabel("GPUs, 8 in a node", color=INK)
         axes.grid(color=PALE, lw=0.6)
-        axes.tick_params(length=0, colors=INK)
-        axes.spines[["top", "right"]].set_visible(False)
+        _plain(axes, "top", "right")
     right.set_xlim(right=gpus[-1] * 4)
     figure.suptitle("PROJECTION from latencies, not measured", fontsize=12, weight="bold")
-    figure.supxlabel(
+    source = (
         "Latencies: NCCL's tuning.cc (LL). Iterations: the paper's on 8 H100 (1.63, 3.33 and 8.41 s), "
-        "and one of 0.1 s.",
-        fontsize=8,
-        color=MUTED,
+        "and one of 0.1 s."
     )
+    figure.supxlabel(source, fontsize=8, color=MUTED)
     save(figure, path, record)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..contenders.traffic import stored_rules
 from ..environment import cache_bytes, memory_free
 from ..errors import BenchError
-from ..report import Table, columns, size
+from ..report import Progress, Table, columns, size
 from .measure import Clock, Lane, make_clock, measure, summarise
 
 KERNELS = ("read", "copy", "triad", "update")
@@ -109,7 +109,7 @@ def run_roofline(
     dtype: torch.dtype,
     seconds: float,
     largest: int | None = None,
-    progress: Callable[[float, str], object] = lambda fraction, text: None,
+    progress: Progress = lambda fraction, text: None,
     states: Sequence[str] = ("float32",),
     rounding: str = "nearest",
 ) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..contenders.registry import BASELINE, Contender
 from ..contenders.traffic import count_bytes
 from ..environment import cache_bytes, first_line, memory_free
 from ..errors import BenchError
-from ..report import INTERRUPTED_NOTE
+from ..report import INTERRUPTED_NOTE, Progress, part_of
 from . import roofline
 from .measure import Clock, Lane, Summary, make_clock, measure, peak_extra_bytes, summarise
 from .workloads import Shape, Workload
@@ -121,7 +121,7 @@ def require_memory(workload: Workload, contenders: Sequence[Contender], settings
 def run_step(
     workloads: Sequence[tuple[Workload, Sequence[Contender]]],
     settings: Settings,
-    progress: Callable[[float, str], object] = lambda fraction, text: None,
+    progress: Progress = lambda fraction, text: None,
     finished: Callable[[StepResult], object] = lambda result: None,
 ) -> StepResult:
     """Measure every workload's contenders; `finished` is called after each workload.
@@ -134,10 +134,7 @@ def run_step(
     verdicts: dict[str, Verdict | str] = {}
     shares = _shares(workloads)
     for index, (workload, contenders) in enumerate(workloads):
-
-        def show(fraction: float, text: str, index: int = index, name: str = workload.name) -> None:
-            progress((index + fraction) / len(workloads), f"{name}: {text}" if text else name)
-
+        show = part_of(progress, index, len(workloads), workload.name)
         try:
             seconds = settings.seconds * shares[index]
             _run_workload(workload, contenders, settings, seconds, verdicts, result, show)
@@ -168,7 +165,7 @@ def _run_workload(
     seconds: float,
     verdicts: dict[str, Verdict | str],
     result: StepResult,
-    progress: Callable[[float, str], object],
+    progress: Progress,
 ) -> None:
     rows: list[Row] = []
     lanes: list[Lane] = []

@@ -23,9 +23,11 @@ from ..environment import first_line, memory_free
 from ..errors import BenchError, unknown_name
 from ..report import (
     INTERRUPTED_NOTE,
+    Progress,
     Table,
     columns,
     duration,
+    part_of,
     rows_of,
     spread_text,
     workload_names,
@@ -305,17 +307,14 @@ def run_train(
     names: Sequence[str],
     contenders: Sequence[Contender],
     settings: TrainSettings,
-    progress: Callable[[float, str], object] = lambda fraction, text: None,
+    progress: Progress = lambda fraction, text: None,
 ) -> tuple[list[TrainRow], bool]:
     """Train each task with each contender in turns. Returns rows, and False if interrupted."""
     plans = [plan_task(name, contenders, settings) for name in names]
     verdicts = {c.name: checked(c, torch.float32, settings.device) for c in contenders}
     rows: list[TrainRow] = []
     for index, (name, plan) in enumerate(zip(names, plans, strict=True)):
-
-        def show(fraction: float, text: str, index: int = index, name: str = name) -> None:
-            progress((index + fraction) / len(names), f"{name}: {text}" if text else name)
-
+        show = part_of(progress, index, len(names), name)
         show(0.0, "building")
         try:
             task = make_task(plan, settings)
@@ -335,7 +334,7 @@ def _run_task(
     verdicts: dict[str, Verdict | str],
     settings: TrainSettings,
     seconds: float,
-    progress: Callable[[float, str], object],
+    progress: Progress,
 ) -> tuple[list[TrainRow], bool]:
     clock = make_clock(settings.device)
     rows: dict[str, TrainRow] = {}

@@ -1,6 +1,6 @@
 """`make mutants`: small mutations of the code, each of which some test must notice.
 
-catalogue.py lists them. Each is made in a copy under build/mutants, the extension is built anew where
+catalogue.txt lists them. Each is made in a copy under build/mutants, the extension is built anew where
 it is C++, and the tests that it names are run. The tests that failed must pass without a mutant. One
 that no test notices, and one whose text is no longer in the code exactly once, make the run fail;
 `--check` looks for the latter alone.

@@ -84,13 +84,16 @@ def numbers(kind: str) -> Any:
 
 
 def elementwise(
-    kernel: Kernel, operands: list[str], kinds: list[str], result: str, function: Any
+    kernel: Kernel, instruction: Instruction, kinds: str | list[str], result: str, function: Any
 ) -> Step:
-    """target = function(sources), each as numbers of its type."""
-    write = kernel.target(operands[0], result)
+    """target = function(sources), each as numbers of its type, which may be one for all."""
+    target, *operands = instruction.operands
+    write = kernel.target(target, result)
+    if isinstance(kinds, str):
+        kinds = [kinds] * len(operands)
     sources = [
         (kernel.source(operand, kind), bool if kind == "pred" else numbers(kind))
-        for operand, kind in zip(operands[1:], kinds, strict=True)
+        for operand, kind in zip(operands, kinds, strict=True)
     ]
     bits = UNSIGNED[WIDTHS[result]] if WIDTHS[result] else bool
 
@@ -117,16 +120,8 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 FLOAT_OPERATIONS = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "fma": fused,
-    "sqrt": np.sqrt,
-    "abs": np.abs,
-    "neg": np.negative,
-    "min": np.fmin,
-    "max": np.fmax,
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": fused},
+    **{"sqrt": np.sqrt, "abs": np.abs, "neg": np.negative, "min": np.fmin, "max": np.fmax},
 }
 
 
@@ -135,12 +130,10 @@ def flushed(values: np.ndarray) -> np.ndarray:
     return np.where(tiny, np.copysign(np.float32(0), values), values)
 
 
-@handles("add", "sub", "mul", "div", "fma", "sqrt", "abs", "neg", "min", "max", "mad")
+@handles(*FLOAT_OPERATIONS, "mad")
 def arithmetic(kernel: Kernel, instruction: Instruction) -> Step:
-    name, operands = instruction.name, instruction.operands
-    kinds = instruction.take_types()
-    kind = kinds[0]
-    count = len(operands) - 1
+    name, kinds = instruction.name, instruction.take_types()
+    kind, count = kinds[0], len(instruction.operands) - 1
     if kind not in FLOATS:
         return integer(kernel, instruction, kind)
     rounded = instruction.take("rn")
@@ -159,11 +152,11 @@ def arithmetic(kernel: Kernel, instruction: Instruction) -> Step:
         narrow = function
         wide = numbers(kind)
         function = lambda *values: narrow(*(v.astype(wide) for v in values))  # noqa: E731
-    return elementwise(kernel, operands, sources, kind, function)
+    return elementwise(kernel, instruction, sources, kind, function)
 
 
 def integer(kernel: Kernel, instruction: Instruction, kind: str) -> Step:
-    name, operands = instruction.name, instruction.operands
+    name = instruction.name
     part = instruction.take("lo", "wide")
     if name in ("mul", "mad"):
         wide = f"{kind[0]}{16 * WIDTHS[kind]}" if part == "wide" else kind
@@ -174,10 +167,10 @@ def integer(kernel: Kernel, instruction: Instruction, kind: str) -> Step:
             return product + c[0] if c else product
 
         kinds = [kind, kind] + ([wide] if name == "mad" else [])
-        return elementwise(kernel, operands, kinds, wide, multiply)
+        return elementwise(kernel, instruction, kinds, wide, multiply)
     functions = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
     functions["neg"] = np.negative
-    return elementwise(kernel, operands, [kind] * (len(operands) - 1), kind, functions[name])
+    return elementwise(kernel, instruction, kind, kind, functions[name])
 
 
 @handles("rcp")
@@ -191,16 +184,12 @@ def reciprocal(kernel: Kernel, instruction: Instruction) -> Step:
         kept = (1 / x).view(np.uint64) & np.uint64(0xFFFFFFFF00000000)
         return kept.view(np.float64)
 
-    return elementwise(kernel, instruction.operands, kinds, "f64", upper_half)
+    return elementwise(kernel, instruction, kinds, "f64", upper_half)
 
 
 COMPARISONS = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
+    **{"eq": np.equal, "lt": np.less, "le": np.less_equal},
+    **{"ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal},
 }
 
 
@@ -210,39 +199,30 @@ def compare(kernel: Kernel, instruction: Instruction) -> Step:
     (kind,) = instruction.take_types()
     compared = COMPARISONS[how[:2]]
     if kind not in FLOATS:
-        return elementwise(kernel, instruction.operands, [kind] * 2, "pred", compared)
+        return elementwise(kernel, instruction, kind, "pred", compared)
     unordered = how.endswith("u")
 
     def function(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         nan = np.isnan(a) | np.isnan(b)
         return compared(a, b) | nan if unordered else compared(a, b) & ~nan
 
-    return elementwise(kernel, instruction.operands, [kind] * 2, "pred", function)
+    return elementwise(kernel, instruction, kind, "pred", function)
 
 
 @handles("selp")
 def select(kernel: Kernel, instruction: Instruction) -> Step:
     (kind,) = instruction.take_types()
-    return elementwise(
-        kernel,
-        instruction.operands,
-        [kind, kind, "pred"],
-        kind,
-        lambda a, b, condition: np.where(condition, a, b),
-    )
+    choose = lambda a, b, condition: np.where(condition, a, b)  # noqa: E731
+    return elementwise(kernel, instruction, [kind, kind, "pred"], kind, choose)
 
 
-@handles("and", "or", "xor", "not")
+LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
+
+
+@handles(*LOGIC)
 def logic(kernel: Kernel, instruction: Instruction) -> Step:
     (kind,) = instruction.take_types()
-    function = {
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-        "not": np.invert,
-    }[instruction.name]
-    sources = [kind] * (len(instruction.operands) - 1)
-    return elementwise(kernel, instruction.operands, sources, kind, function)
+    return elementwise(kernel, instruction, kind, kind, LOGIC[instruction.name])
 
 
 @handles("shl", "shr")
@@ -257,7 +237,7 @@ def shift(kernel: Kernel, instruction: Instruction) -> Step:
         amounts = amounts.astype(values.dtype)
         return values << amounts if left else values >> amounts
 
-    return elementwise(kernel, instruction.operands, [kind, "u32"], kind, function)
+    return elementwise(kernel, instruction, [kind, "u32"], kind, function)
 
 
 @handles("bfe")
@@ -270,7 +250,7 @@ def extract_bits(kernel: Kernel, instruction: Instruction) -> Step:
         mask = (np.uint64(1) << np.minimum(count & 255, 32).astype(np.uint64)) - np.uint64(1)
         return (wide & mask).astype(np.uint32)
 
-    return elementwise(kernel, instruction.operands, ["u32"] * 3, "u32", function)
+    return elementwise(kernel, instruction, "u32", "u32", function)
 
 
 @handles("prmt")
@@ -288,7 +268,7 @@ def permute_bytes(kernel: Kernel, instruction: Instruction) -> Step:
             result = result | chosen << np.uint64(8 * byte)
         return result.astype(np.uint32)
 
-    return elementwise(kernel, instruction.operands, ["b32"] * 3, "b32", function)
+    return elementwise(kernel, instruction, "b32", "b32", function)
 
 
 def truncated(values: np.ndarray, ends: np.iinfo) -> np.ndarray:
@@ -304,28 +284,18 @@ def convert(kernel: Kernel, instruction: Instruction) -> Step:
     narrows = WIDTHS[to] < WIDTHS[origin] or origin not in FLOATS
     if to in FLOATS and narrows and rounding is None:
         raise Unsupported("a narrowing conversion without rounding")
-    container = numbers(to)
+    container, result = numbers(to), to
+    function = lambda values: values.astype(container)  # noqa: E731
     if to not in FLOATS and origin in FLOATS:
         if instruction.take("rzi") is None:
             raise Unsupported("rounding other than towards zero")
-        ends = np.iinfo(container)
-        return elementwise(
-            kernel, instruction.operands, [origin], to, lambda values: truncated(values, ends)
-        )
-    if to[0] == "s":
+        function = lambda values: truncated(values, np.iinfo(container))  # noqa: E731
+    elif to[0] == "s":
         # A register that is wider than the type gets the sign in all its upper bits.
-        stored = kernel.widths[kernel.registers[instruction.operands[0]]]
-        wide = SIGNED[max(stored, WIDTHS[to])]
-        return elementwise(
-            kernel,
-            instruction.operands,
-            [origin],
-            f"s{8 * max(stored, WIDTHS[to])}",
-            lambda values: values.astype(container).astype(wide),
-        )
-    return elementwise(
-        kernel, instruction.operands, [origin], to, lambda values: values.astype(container)
-    )
+        width = max(kernel.widths[kernel.registers[instruction.operands[0]]], WIDTHS[to])
+        result = f"s{8 * width}"
+        function = lambda values: values.astype(container).astype(SIGNED[width])  # noqa: E731
+    return elementwise(kernel, instruction, origin, result, function)
 
 
 @handles("mov")
@@ -355,9 +325,8 @@ def move(kernel: Kernel, instruction: Instruction) -> Step:
         def split(block: Any, active: np.ndarray | None) -> None:
             whole = read_whole(block)
             for i, write in enumerate(writes):
-                write(
-                    block, (whole >> UNSIGNED[width](8 * part * i)).astype(UNSIGNED[part]), active
-                )
+                bits = whole >> UNSIGNED[width](8 * part * i)
+                write(block, bits.astype(UNSIGNED[part]), active)
 
         return split
     read, write = kernel.source(source, kind), kernel.target(target, kind)
@@ -468,13 +437,11 @@ def atomic(kernel: Kernel, instruction: Instruction) -> Step:
         old = np.zeros(block.threads, UNSIGNED[width])
         for thread in threads:
             operand = values[thread : thread + 1].view(container)
-            old[thread] = block.memory_of("global").update(
-                int(where[thread]),
-                width,
-                lambda word, operand=operand: function(word.view(container), operand).view(
-                    word.dtype
-                ),
-            )
+
+            def update(word: np.ndarray, operand: np.ndarray = operand) -> np.ndarray:
+                return function(word.view(container), operand).view(word.dtype)
+
+            old[thread] = block.memory_of("global").update(int(where[thread]), width, update)
             block.touched(access, where[thread : thread + 1], slice(thread, thread + 1))
         write(block, old, active)
         return YIELD

@@ -41,292 +41,143 @@ ret;
 """
 # The other thread, as counted over all blocks of 64.
 OTHERS = {"warp": 1, "block": 40, "grid": 64 + 7}
-DATA, FLAG, NEXT = "[%rd1]", "[%rd1+16]", "[%rd1+32]"
+NEXT = "[%rd1+32]"  # a second flag
 
 
-def run(body: str, other: int = OTHERS["grid"], order: str = "sequential") -> None:
+def run(*bodies: str, other: int = OTHERS["grid"], **options: Any) -> torch.Tensor:
+    """What lies in memory after launches, one after the other."""
     data = torch.zeros(16, dtype=torch.int32)
     memory = Memory()
     memory.register(data, "data")
-    kernel = Kernel(ENTRY.format(other=other, body=body))
-    launch(kernel, 2, THREADS, [data], memory, shared=64, order=order)
+    for body in bodies:
+        kernel = Kernel(ENTRY.format(other=other, body=body))
+        launch(kernel, 2, THREADS, [data], memory, shared=64, **options)
+    return data
+
+
+# What programs are written in besides PTX: data and a flag, by weak instructions in capitals.
+FORMS = {
+    "STORE": "st.global.b32 [%rd1], %r2",
+    "LOAD": "ld.global.b32 %r4, [%rd1]",
+    "SET": "st.global.b32 [%rd1+16], %r2",
+    "GET": "ld.global.b32 %r5, [%rd1+16]",
+    "set": "st.{}.global.b32 [%rd1+16], %r2",
+    "get": "ld.{}.global.b32 %r5, [%rd1+16]",
+    "add": "atom.global.{}.add.u32 %r5, [%rd1+16], %r2",
+    "FENCE": "fence.acq_rel.gpu",
+    "BAR": "(bar.sync 0)",
+    "SHUFFLE": "(shfl.sync.bfly.b32 %r6, %r2, 1, 31, -1)",
+}
 
 
 def by(guard: str, code: str) -> str:
     """Instructions of one thread; those in parentheses are of all threads."""
     found = []
     for instruction in filter(None, map(str.strip, code.split(";"))):
-        everyone = re.fullmatch(r"\((.*)\)", instruction)
-        found.append(f"{everyone[1]};" if everyone else f"@{guard} {instruction};")
+        word, _, how = instruction.partition(" ")
+        ptx = FORMS[word].format(how) if word in FORMS else instruction
+        everyone = re.fullmatch(r"\((.*)\)", ptx)
+        found.append(f"{everyone[1]};" if everyone else f"@{guard} {ptx};")
     return "\n".join(found)
 
 
 def races(first: str, second: str, where: str) -> bool:
     """Whether one thread's code races with that of another one, which follows it."""
     try:
-        run(by("%p1", first) + by("%p2", second), OTHERS[where])
+        run(by("%p1", first) + by("%p2", second), other=OTHERS[where])
     except DataRace as race:
         assert "nothing orders" in str(race)
         return True
     return False
 
 
-STORE, LOAD = f"st.global.b32 {DATA}, %r2;", f"ld.global.b32 %r4, {DATA};"
-BAR = "(bar.sync 0);"
-
-
-def sets(how: str) -> str:
-    return f"st.{how}.global.b32 {FLAG}, %r2;"
-
-
-def reads(how: str) -> str:
-    return f"ld.{how}.global.b32 %r5, {FLAG};"
-
-
-def adds(how: str, to: str = FLAG, kind: str = "u32", value: str = "%r2") -> str:
-    into = "%rd4" if kind == "u64" else "%r5"
-    return f"atom.global.{how}.add.{kind} {into}, {to}, {value};"
-
-
-EVERYWHERE, NEAR, NOWHERE = {"warp", "block", "grid"}, {"warp", "block"}, set[str]()
-
 # What the first thread does, what the second one does after it, and where that is no race.
-LITMUS: dict[str, tuple[str, str, set[str]]] = {
-    "two reads": (LOAD, LOAD, EVERYWHERE),
-    "write, read": (STORE, LOAD, NOWHERE),
-    "read, write": (LOAD, STORE, NOWHERE),
-    "write, write": (STORE, f"st.global.b32 {DATA}, %r0;", NOWHERE),
-    "write, write of the same value": (STORE, STORE, NOWHERE),
-    "neighbours": (
-        f"st.global.b16 {DATA}, %h1;",
-        "st.global.b16 [%rd1+2], %h1; ld.global.b32 %r4, [%rd1+4];",
-        EVERYWHERE,
-    ),
-    "part of a vector": (
-        "st.global.v4.b32 [%rd1], {%r2, %r2, %r2, %r2};",
-        "ld.global.b16 %h1, [%rd1+14];",
-        NOWHERE,
-    ),
-    "beside a vector": (
-        "st.global.v2.b32 [%rd1], {%r2, %r2};",
-        "ld.global.b16 %h1, [%rd1+8];",
-        EVERYWHERE,
-    ),
-    "hints are weak": (STORE, f"ld.global.cg.b32 %r4, {DATA};", NOWHERE),
-    "volatile is weak": (
-        f"st.volatile.global.b32 {DATA}, %r2;",
-        f"ld.volatile.global.b32 %r4, {DATA};",
-        NOWHERE,
-    ),
-    "two relaxed atomics": (adds("gpu.relaxed"), adds("gpu.relaxed"), EVERYWHERE),
-    "two atomics of a block": (adds("cta.relaxed"), adds("cta.relaxed"), NEAR),
-    "atomics of two scopes": (adds("cta.relaxed"), adds("gpu.relaxed"), NEAR),
-    "an atomic's scope is gpu unless it says otherwise": (
-        adds("relaxed"),
-        adds("sys.relaxed"),
-        EVERYWHERE,
-    ),
-    "red": (f"red.global.gpu.add.u32 {FLAG}, %r2;", adds("gpu.relaxed"), EVERYWHERE),
-    "atomics of two widths": (
-        adds("gpu.relaxed"),
-        adds("gpu.relaxed", kind="u64", value="%rd3"),
-        NOWHERE,
-    ),
-    "an atomic, a weak read": (
-        adds("gpu.relaxed"),
-        f"ld.global.b32 %r5, {FLAG};",
-        NOWHERE,
-    ),
-    "an atomic, a weak write": (
-        adds("gpu.relaxed"),
-        f"st.global.b32 {FLAG}, %r2;",
-        NOWHERE,
-    ),
-    "a weak write, an atomic": (
-        f"st.global.b32 {FLAG}, %r2;",
-        adds("gpu.relaxed"),
-        NOWHERE,
-    ),
-    "a weak read, an atomic": (
-        f"ld.global.b32 %r5, {FLAG};",
-        adds("gpu.relaxed"),
-        NOWHERE,
-    ),
-    "an atomic, a strong read": (adds("gpu.relaxed"), reads("relaxed.gpu"), EVERYWHERE),
-    "a strong read, a weak write": (
-        reads("relaxed.gpu"),
-        f"st.global.b32 {FLAG}, %r2;",
-        NOWHERE,
-    ),
-    "two strong reads and a weak one": (
-        reads("relaxed.cta"),
-        reads("relaxed.gpu") + f"ld.global.b32 %r5, {FLAG};",
-        EVERYWHERE,
-    ),
-    # Message passing: data, then a flag; the flag, then the data.
-    "weak flag": (
-        STORE + f"st.global.b32 {FLAG}, %r2;",
-        f"ld.global.b32 %r5, {FLAG};" + LOAD,
-        NOWHERE,
-    ),
-    "release, acquire": (STORE + sets("release.gpu"), reads("acquire.gpu") + LOAD, EVERYWHERE),
-    "release, acquire, of the block": (
-        STORE + sets("release.cta"),
-        reads("acquire.cta") + LOAD,
-        NEAR,
-    ),
-    "release to the block": (STORE + sets("release.cta"), reads("acquire.gpu") + LOAD, NEAR),
-    "acquire from the block": (STORE + sets("release.gpu"), reads("acquire.cta") + LOAD, NEAR),
-    "relaxed, acquire": (STORE + sets("relaxed.gpu"), reads("acquire.gpu") + LOAD, NOWHERE),
-    "release, relaxed": (STORE + sets("release.gpu"), reads("relaxed.gpu") + LOAD, NOWHERE),
-    "release, weak read": (
-        STORE + sets("release.gpu"),
-        f"ld.global.b32 %r5, {FLAG};" + LOAD,
-        NOWHERE,
-    ),
-    "release and acquire of two widths": (
-        f"st.release.gpu.global.b64 {FLAG}, %rd3;",
-        reads("acquire.gpu"),
-        NOWHERE,
-    ),
-    "released too early": (sets("release.gpu") + STORE, reads("acquire.gpu") + LOAD, NOWHERE),
-    "acquired too late": (STORE + sets("release.gpu"), LOAD + reads("acquire.gpu"), NOWHERE),
-    "the wrong flag": (
-        STORE + sets("release.gpu"),
-        f"ld.acquire.gpu.global.b32 %r5, {NEXT};" + LOAD,
-        NOWHERE,
-    ),
-    "read before a write": (LOAD + sets("release.gpu"), reads("acquire.gpu") + STORE, EVERYWHERE),
-    "read before a write, relaxed": (
-        LOAD + sets("relaxed.gpu"),
-        reads("relaxed.gpu") + STORE,
-        NOWHERE,
-    ),
-    "the ticket": (
-        STORE + adds("gpu.acq_rel"),
-        adds("gpu.acq_rel") + LOAD,
-        EVERYWHERE,
-    ),
-    "the ticket, relaxed": (STORE + adds("gpu.relaxed"), adds("gpu.relaxed") + LOAD, NOWHERE),
-    "the ticket, of the block": (STORE + adds("cta.acq_rel"), adds("cta.acq_rel") + LOAD, NEAR),
-    "the ticket, reset": (
-        adds("gpu.acq_rel"),
-        adds("gpu.acq_rel") + f"st.global.b32 {FLAG}, %r2;",
-        EVERYWHERE,
-    ),
-    # By PTX's letter the reset is ordered, since the relaxed atomic has seen the other: stricter.
-    "the ticket, relaxed and reset": (
-        adds("gpu.relaxed"),
-        adds("gpu.relaxed") + f"st.global.b32 {FLAG}, %r2;",
-        NOWHERE,
-    ),
-    "a store ends what was released before": (
-        STORE + sets("release.gpu") + sets("relaxed.gpu"),
-        reads("acquire.gpu") + LOAD,
-        NOWHERE,
-    ),
-    "an atomic goes on with it": (
-        STORE + sets("release.gpu") + adds("gpu.relaxed"),
-        reads("acquire.gpu") + LOAD,
-        EVERYWHERE,
-    ),
-    "fences": (
-        STORE + "fence.acq_rel.gpu;" + sets("relaxed.gpu"),
-        reads("relaxed.gpu") + "fence.acq_rel.gpu;" + LOAD,
-        EVERYWHERE,
-    ),
-    "membar": (
-        STORE + "membar.gl;" + sets("relaxed.gpu"),
-        reads("relaxed.gpu") + "membar.gl;" + LOAD,
-        EVERYWHERE,
-    ),
-    "fences and a weak flag": (
-        STORE + f"membar.gl; st.global.b32 {FLAG}, %r2;",
-        f"ld.global.b32 %r5, {FLAG}; membar.gl;" + LOAD,
-        NOWHERE,
-    ),
-    "fences of the block": (
-        STORE + "fence.acq_rel.cta;" + sets("relaxed.gpu"),
-        reads("relaxed.gpu") + "fence.acq_rel.gpu;" + LOAD,
-        NEAR,
-    ),
-    "a fence of the block acquires": (
-        STORE + "fence.acq_rel.gpu;" + sets("relaxed.gpu"),
-        reads("relaxed.gpu") + "fence.acq_rel.cta;" + LOAD,
-        NEAR,
-    ),
-    "a fence, acquire": (
-        STORE + "fence.release.gpu;" + sets("relaxed.gpu"),
-        reads("acquire.gpu") + LOAD,
-        EVERYWHERE,
-    ),
-    "release, a fence": (
-        STORE + sets("release.gpu"),
-        reads("relaxed.gpu") + "fence.acquire.gpu;" + LOAD,
-        EVERYWHERE,
-    ),
-    "a fence that only releases": (
-        STORE + sets("release.gpu"),
-        reads("relaxed.gpu") + "fence.release.gpu;" + LOAD,
-        NOWHERE,
-    ),
-    "a fence that only acquires": (
-        STORE + "fence.acquire.gpu;" + sets("relaxed.gpu"),
-        reads("acquire.gpu") + LOAD,
-        NOWHERE,
-    ),
-    "no fence before the flag": (
-        STORE + sets("relaxed.gpu") + "fence.acq_rel.gpu;",
-        reads("relaxed.gpu") + "fence.acq_rel.gpu;" + LOAD,
-        NOWHERE,
-    ),
-    "no fence after the flag": (
-        STORE + "fence.acq_rel.gpu;" + sets("relaxed.gpu"),
-        "fence.acq_rel.gpu;" + reads("relaxed.gpu") + LOAD,
-        NOWHERE,
-    ),
-    "fences alone": (STORE + "fence.sc.gpu;", "fence.sc.gpu;" + LOAD, NOWHERE),
-    "a barrier": (STORE + BAR, LOAD, NEAR),
-    "a barrier before a write": (LOAD + BAR, STORE, NEAR),
-    "a shuffle": (STORE + "(shfl.sync.bfly.b32 %r6, %r2, 1, 31, -1);", LOAD, NOWHERE),
-    "shared memory": ("st.shared.b32 [S], %r2;", "ld.shared.b32 %r4, [S];", {"grid"}),
-    "shared memory, overwritten": (
-        "ld.shared.b32 %r4, [S+4];",
-        "st.shared.b32 [S+4], %r2;",
-        {"grid"},
-    ),
-    "shared memory, a barrier": (
-        "st.shared.b32 [S], %r2;" + BAR,
-        "ld.shared.b32 %r4, [S];",
-        EVERYWHERE,
-    ),
-    "shared memory, a shuffle": (
-        "st.shared.b32 [S], %r2; (shfl.sync.bfly.b32 %r6, %r2, 1, 31, -1);",
-        "ld.shared.b32 %r4, [S];",
-        {"grid"},
-    ),
-    "shared memory, another word": (
-        "st.shared.b64 [S], %rd1;",
-        "ld.shared.b32 %r4, [S+8];",
-        EVERYWHERE,
-    ),
-}
+LITMUS = """
+two reads | LOAD | LOAD | everywhere
+write, read | STORE | LOAD | nowhere
+read, write | LOAD | STORE | nowhere
+write, write | STORE | st.global.b32 [%rd1], %r0 | nowhere
+write, write of the same value | STORE | STORE | nowhere
+neighbours | st.global.b16 [%rd1], %h1 | st.global.b16 [%rd1+2], %h1; ld.global.b32 %r4, [%rd1+4] | everywhere
+part of a vector | st.global.v4.b32 [%rd1], {%r2, %r2, %r2, %r2} | ld.global.b16 %h1, [%rd1+14] | nowhere
+beside a vector | st.global.v2.b32 [%rd1], {%r2, %r2} | ld.global.b16 %h1, [%rd1+8] | everywhere
+hints are weak | STORE | ld.global.cg.b32 %r4, [%rd1] | nowhere
+volatile is weak | st.volatile.global.b32 [%rd1], %r2 | ld.volatile.global.b32 %r4, [%rd1] | nowhere
+two relaxed atomics | add gpu.relaxed | add gpu.relaxed | everywhere
+two atomics of a block | add cta.relaxed | add cta.relaxed | near
+atomics of two scopes | add cta.relaxed | add gpu.relaxed | near
+an atomic's scope is gpu unless it says otherwise | add relaxed | add sys.relaxed | everywhere
+red | red.global.gpu.add.u32 [%rd1+16], %r2 | add gpu.relaxed | everywhere
+atomics of two widths | add gpu.relaxed | atom.global.gpu.relaxed.add.u64 %rd4, [%rd1+16], %rd3 | nowhere
+an atomic, a weak read | add gpu.relaxed | GET | nowhere
+an atomic, a weak write | add gpu.relaxed | SET | nowhere
+a weak write, an atomic | SET | add gpu.relaxed | nowhere
+a weak read, an atomic | GET | add gpu.relaxed | nowhere
+an atomic, a strong read | add gpu.relaxed | get relaxed.gpu | everywhere
+a strong read, a weak write | get relaxed.gpu | SET | nowhere
+two strong reads and a weak one | get relaxed.cta | get relaxed.gpu; GET | everywhere
+# Message passing: data, then a flag; the flag, then the data.
+weak flag | STORE; SET | GET; LOAD | nowhere
+release, acquire | STORE; set release.gpu | get acquire.gpu; LOAD | everywhere
+release, acquire, of the block | STORE; set release.cta | get acquire.cta; LOAD | near
+release to the block | STORE; set release.cta | get acquire.gpu; LOAD | near
+acquire from the block | STORE; set release.gpu | get acquire.cta; LOAD | near
+relaxed, acquire | STORE; set relaxed.gpu | get acquire.gpu; LOAD | nowhere
+release, relaxed | STORE; set release.gpu | get relaxed.gpu; LOAD | nowhere
+release, weak read | STORE; set release.gpu | GET; LOAD | nowhere
+release and acquire of two widths | st.release.gpu.global.b64 [%rd1+16], %rd3 | get acquire.gpu | nowhere
+released too early | set release.gpu; STORE | get acquire.gpu; LOAD | nowhere
+acquired too late | STORE; set release.gpu | LOAD; get acquire.gpu | nowhere
+the wrong flag | STORE; set release.gpu | ld.acquire.gpu.global.b32 %r5, [%rd1+32]; LOAD | nowhere
+read before a write | LOAD; set release.gpu | get acquire.gpu; STORE | everywhere
+read before a write, relaxed | LOAD; set relaxed.gpu | get relaxed.gpu; STORE | nowhere
+the ticket | STORE; add gpu.acq_rel | add gpu.acq_rel; LOAD | everywhere
+the ticket, relaxed | STORE; add gpu.relaxed | add gpu.relaxed; LOAD | nowhere
+the ticket, of the block | STORE; add cta.acq_rel | add cta.acq_rel; LOAD | near
+the ticket, reset | add gpu.acq_rel | add gpu.acq_rel; SET | everywhere
+# By PTX's letter the reset is ordered, since the relaxed atomic has seen the other: stricter.
+the ticket, relaxed and reset | add gpu.relaxed | add gpu.relaxed; SET | nowhere
+a store ends what was released | STORE; set release.gpu; set relaxed.gpu | get acquire.gpu; LOAD | nowhere
+an atomic goes on with it | STORE; set release.gpu; add gpu.relaxed | get acquire.gpu; LOAD | everywhere
+fences | STORE; FENCE; set relaxed.gpu | get relaxed.gpu; FENCE; LOAD | everywhere
+membar | STORE; membar.gl; set relaxed.gpu | get relaxed.gpu; membar.gl; LOAD | everywhere
+fences and a weak flag | STORE; membar.gl; SET | GET; membar.gl; LOAD | nowhere
+fences of the block | STORE; fence.acq_rel.cta; set relaxed.gpu | get relaxed.gpu; FENCE; LOAD | near
+a fence of a block acquires | STORE; FENCE; set relaxed.gpu | get relaxed.gpu; fence.acq_rel.cta; LOAD | near
+a fence, acquire | STORE; fence.release.gpu; set relaxed.gpu | get acquire.gpu; LOAD | everywhere
+release, a fence | STORE; set release.gpu | get relaxed.gpu; fence.acquire.gpu; LOAD | everywhere
+a fence that only releases | STORE; set release.gpu | get relaxed.gpu; fence.release.gpu; LOAD | nowhere
+a fence that only acquires | STORE; fence.acquire.gpu; set relaxed.gpu | get acquire.gpu; LOAD | nowhere
+no fence before the flag | STORE; set relaxed.gpu; FENCE | get relaxed.gpu; FENCE; LOAD | nowhere
+no fence after the flag | STORE; FENCE; set relaxed.gpu | FENCE; get relaxed.gpu; LOAD | nowhere
+fences alone | STORE; fence.sc.gpu | fence.sc.gpu; LOAD | nowhere
+a barrier | STORE; BAR | LOAD | near
+a barrier before a write | LOAD; BAR | STORE | near
+a shuffle | STORE; SHUFFLE | LOAD | nowhere
+shared memory | st.shared.b32 [S], %r2 | ld.shared.b32 %r4, [S] | far
+shared memory, overwritten | ld.shared.b32 %r4, [S+4] | st.shared.b32 [S+4], %r2 | far
+shared memory, a barrier | st.shared.b32 [S], %r2; BAR | ld.shared.b32 %r4, [S] | everywhere
+shared memory, a shuffle | st.shared.b32 [S], %r2; SHUFFLE | ld.shared.b32 %r4, [S] | far
+shared memory, another word | st.shared.b64 [S], %rd1 | ld.shared.b32 %r4, [S+8] | everywhere
+"""
+FINE = {"everywhere": {*OTHERS}, "near": {"warp", "block"}, "far": {"grid"}, "nowhere": set()}
+CASES = [line.split(" | ") for line in LITMUS.split("\n")[1:-1] if line[0] != "#"]
 
 
 @pytest.mark.parametrize("where", OTHERS)
-@pytest.mark.parametrize("name", LITMUS)
-def test_litmus(name: str, where: str) -> None:
-    first, second, fine = LITMUS[name]
-    assert races(first, second, where) == (where not in fine)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_litmus(case: list[str], where: str) -> None:
+    _, first, second, fine = case
+    assert races(first, second, where) == (where not in FINE[fine])
 
 
 TICKET = {
     # A thread's data, its block's barrier, one thread's ticket; then the same way back.
-    "as it should be": (BAR, "acq_rel", "acq_rel", BAR, False),
-    "no barrier before": ("", "acq_rel", "acq_rel", BAR, True),
-    "no barrier after": (BAR, "acq_rel", "acq_rel", "", True),
-    "relaxed before": (BAR, "acquire", "acq_rel", BAR, True),
-    "relaxed after": (BAR, "acq_rel", "release", BAR, True),
+    "as it should be": ("BAR", "acq_rel", "acq_rel", "BAR", False),
+    "no barrier before": ("", "acq_rel", "acq_rel", "BAR", True),
+    "no barrier after": ("BAR", "acq_rel", "acq_rel", "", True),
+    "relaxed before": ("BAR", "acquire", "acq_rel", "BAR", True),
+    "relaxed after": ("BAR", "acq_rel", "release", "BAR", True),
 }
 
 
@@ -334,12 +185,12 @@ TICKET = {
 def test_one_thread_speaks_for_its_block(name: str) -> None:
     """Thread 5 of block 0 writes, thread 0 takes the ticket; of block 1, threads 7 and 9 likewise."""
     before, first, second, after, racy = TICKET[name]
-    ticket = by("%p5", adds(f"gpu.{first}")) + by("%p6", adds(f"gpu.{second}"))
+    ticket = by("%p5", f"add gpu.{first}") + by("%p6", f"add gpu.{second}")
     body = (
         "setp.eq.u32 %p5, %r3, 0; setp.eq.u32 %p6, %r3, 73;"
-        + by("%p3", STORE + before)
+        + by("%p3", f"STORE; {before}")
         + ticket
-        + by("%p2", after + LOAD)
+        + by("%p2", f"{after}; LOAD")
     )
     if racy:
         with pytest.raises(DataRace, match=r"block 0, thread 5: (?s:.*)block 1, thread 7: "):
@@ -350,11 +201,11 @@ def test_one_thread_speaks_for_its_block(name: str) -> None:
 
 def test_a_release_passes_through_a_third_thread() -> None:
     """Causality is transitive, whatever carries it."""
-    chain = by("%p1", STORE + sets("release.cta"))
-    chain += by("%p3", reads("acquire.cta") + f"st.release.gpu.global.b32 {NEXT}, %r2;")
-    run(chain + by("%p2", f"ld.acquire.gpu.global.b32 %r5, {NEXT};" + LOAD))
+    chain = by("%p1", "STORE; set release.cta")
+    chain += by("%p3", f"get acquire.cta; st.release.gpu.global.b32 {NEXT}, %r2")
+    run(chain + by("%p2", f"ld.acquire.gpu.global.b32 %r5, {NEXT}; LOAD"))
     with pytest.raises(DataRace):
-        run(chain + by("%p2", reads("relaxed.gpu") + LOAD))
+        run(chain + by("%p2", "get relaxed.gpu; LOAD"))
 
 
 @pytest.mark.parametrize("scope", ["gpu", "cta"])
@@ -364,9 +215,9 @@ def test_what_a_relaxed_atomic_passes_on(scope: str) -> None:
     A second flag orders the atomic, so that it is no race itself, but not the thread that follows.
     """
     body = "setp.eq.u32 %p6, %r3, 73;"
-    body += by("%p1", STORE + sets("release.gpu") + f"st.release.gpu.global.b32 {NEXT}, %r2;")
-    body += by("%p2", f"ld.acquire.gpu.global.b32 %r5, {NEXT};" + adds(f"{scope}.relaxed"))
-    body += by("%p6", reads("acquire.gpu") + LOAD)
+    body += by("%p1", f"STORE; set release.gpu; st.release.gpu.global.b32 {NEXT}, %r2")
+    body += by("%p2", f"ld.acquire.gpu.global.b32 %r5, {NEXT}; add {scope}.relaxed")
+    body += by("%p6", "get acquire.gpu; LOAD")
     if scope == "gpu":
         run(body)
         return
@@ -379,7 +230,7 @@ def test_an_order_that_was_not_seen_is_none() -> None:
     """The reader comes first and finds no flag: what it reads then is a race."""
     with pytest.raises(DataRace):
         run(
-            by("%p1", STORE + sets("release.gpu")) + by("%p2", reads("acquire.gpu") + LOAD),
+            by("%p1", "STORE; set release.gpu") + by("%p2", "get acquire.gpu; LOAD"),
             order="reversed",
         )
 
@@ -396,34 +247,24 @@ def test_a_race_names_both_sides() -> None:
 
 def test_all_pairs_of_instructions_are_named() -> None:
     with pytest.raises(DataRace) as race:
-        run(by("%p1", STORE) + by("%p2", LOAD + STORE) + by("%p2", f"ld.global.b32 %r6, {FLAG};"))
+        run(by("%p1", "STORE") + by("%p2", "LOAD; STORE; ld.global.b32 %r6, [%rd1+16]"))
     assert str(race.value).count("  at 0x") == 2
 
 
 def test_all_threads_store_one_word() -> None:
     with pytest.raises(DataRace, match=r"block 0, thread 63: st.*\n.*block 0, thread 0: st"):
-        run(f"st.global.b32 {DATA}, %r2;")
+        run(FORMS["STORE"] + ";")
 
 
 def test_launches_follow_each_other() -> None:
-    data = torch.zeros(16, dtype=torch.int32)
-    memory = Memory()
-    memory.register(data, "data")
-    store, load = by("%p1", STORE), by("%p2", LOAD)
+    store, load = by("%p1", "STORE"), by("%p2", "LOAD")
     with pytest.raises(DataRace):
         run(store + load)
-    for body in (store, load, store):
-        kernel = Kernel(ENTRY.format(other=71, body=body))
-        launch(kernel, 2, THREADS, [data], memory, shared=64)
+    run(store, load, store)
 
 
 def test_the_check_may_be_left_out() -> None:
-    data = torch.zeros(16, dtype=torch.int32)
-    memory = Memory()
-    memory.register(data, "data")
-    kernel = Kernel(ENTRY.format(other=71, body=f"st.global.b32 {DATA}, %r2;"))
-    launch(kernel, 2, THREADS, [data], memory, shared=64, check_races=False)
-    assert int(data[0]) == 1
+    assert int(run(FORMS["STORE"] + ";", check_races=False)[0]) == 1
 
 
 def test_a_barrier_for_some_threads_is_refused() -> None:

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from accelerate import Accelerator
 from byhand import (
     DIVIDE_BY_SETTING,
     Case,
@@ -37,6 +39,24 @@ from ngn_kernels.trainers import lightning as lightning_room
 LIGHTNINGS = ["lightning.pytorch", "pytorch_lightning"]
 
 
+@pytest.fixture(params=LIGHTNINGS)
+def package(request: pytest.FixtureRequest) -> Any:
+    return importlib.import_module(request.param)
+
+
+def fit(package: Any, module: Any, *, resume: str | None = None, **options: Any) -> Any:
+    """Train with FeedLoss, unless other callbacks are given."""
+    trainer = runs.lightning_trainer(package, **{"callbacks": [FeedLoss()], **options})
+    trainer.fit(module, runs.loader(), ckpt_path=resume)
+    return trainer
+
+
+def fed(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
+    """A Trainer of transformers with the line that feeds it."""
+    optimizer = optimizer_of(model) if optimizer is None else optimizer
+    return feed_loss(runs.hf_trainer(model, (optimizer, None), **options))
+
+
 # Logs
 
 
@@ -55,9 +75,7 @@ def expected_telemetry() -> list[tuple[float, float]]:
 
 
 def test_transformers_logs() -> None:
-    model = Model()
-    trainer = feed_loss(runs.hf_trainer(model, (optimizer_of(model), None)))
-    seen = []
+    trainer, seen = fed(Model()), []
     trainer.callback_handler.callbacks.insert(0, runs_on_log(seen))
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -82,15 +100,9 @@ def runs_on_log(seen: list[Any]) -> Any:
     return Watch()
 
 
-@pytest.mark.parametrize("name", LIGHTNINGS)
-def test_lightning_logs(name: str, tmp_path: Path) -> None:
-    package = importlib.import_module(name)
-    logger = importlib.import_module(f"{name}.loggers").CSVLogger(tmp_path)
-    module = runs.lightning_module(package, Case())
-    trainer = runs.lightning_trainer(
-        package, callbacks=[FeedLoss()], logger=logger, log_every_n_steps=1
-    )
-    trainer.fit(module, runs.loader())
+def test_lightning_logs(package: Any, tmp_path: Path) -> None:
+    logger = importlib.import_module(f"{package.__name__}.loggers").CSVLogger(tmp_path)
+    fit(package, runs.lightning_module(package, Case()), logger=logger, log_every_n_steps=1)
     rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     header = rows[0].split(",")
     for row, (shrink, size) in zip(rows[1:], expected_telemetry(), strict=True):
@@ -102,8 +114,8 @@ def test_lightning_logs(name: str, tmp_path: Path) -> None:
 
 def test_coordinate_rules_have_no_shrink_to_log() -> None:
     model = Model()
-    trainer = runs.hf_trainer(model, (NGNMDv2(model.parameters()), None), max_steps=2)
-    feed_loss(trainer).train()
+    trainer = fed(model, NGNMDv2(model.parameters()), max_steps=2)
+    trainer.train()
     log = trainer.state.log_history[0]
     assert "ngn/skipped_steps" in log and "ngn/shrink" not in log
 
@@ -131,7 +143,7 @@ def test_several_groups_are_logged_by_number() -> None:
         {"params": model.embed.parameters(), "lr": 0.1},
         {"params": [*model.hidden.parameters(), *model.head.parameters()], "lr": 0.01},
     ]
-    trainer = feed_loss(runs.hf_trainer(model, (NGNMDv1(groups), None), max_steps=1))
+    trainer = fed(model, NGNMDv1(groups), max_steps=1)
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["ngn/step_size"] == pytest.approx(0.1 * log["ngn/shrink"])
@@ -162,38 +174,29 @@ def test_transformers_resumes_bit_for_bit(optimizer: Any) -> None:
     assert distance(whole, half) == 0.0
 
 
-@pytest.mark.parametrize("name", LIGHTNINGS)
-def test_lightning_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
-    package = importlib.import_module(name)
-    case = Case(accumulate=4, schedule=True)
+def test_lightning_resumes_bit_for_bit(package: Any, tmp_path: Path) -> None:
     saved = str(tmp_path / "half.ckpt")
 
-    def fit(epochs: int, resume: str | None) -> Any:
-        module = runs.lightning_module(package, case)
-        trainer = runs.lightning_trainer(
-            package, callbacks=[FeedLoss()], accumulate_grad_batches=4, max_epochs=epochs
-        )
-        trainer.fit(module, runs.loader(), ckpt_path=resume)
+    def train(epochs: int, resume: str | None = None) -> Any:
+        module = runs.lightning_module(package, Case(accumulate=4, schedule=True))
+        options = {"accumulate_grad_batches": 4, "max_epochs": epochs}
+        trainer = fit(package, module, resume=resume, **options)
         if epochs == 1:
             trainer.save_checkpoint(saved)
         return module.net
 
-    whole = fit(2, None)
-    fit(1, None)
-    resumed = fit(2, saved)
+    whole = train(2)
+    train(1)
+    resumed = train(2, saved)
     assert distance(whole, Model()) > 0.05
     assert distance(whole, resumed) == 0.0
 
 
 def test_accelerate_resumes_bit_for_bit() -> None:
-    from accelerate import Accelerator
-
     def train(epochs: int, load: bool = False, save: bool = False) -> nn.Module:
         accelerator = feed_loss(Accelerator(cpu=True, gradient_accumulation_steps=4))
-        original = Model()
-        model, optimizer, data = accelerator.prepare(
-            original, optimizer_of(original), runs.loader()
-        )
+        net = Model()
+        model, optimizer, data = accelerator.prepare(net, optimizer_of(net), runs.loader())
         if load:
             accelerator.load_state("state")
         for batch in itertools.chain.from_iterable(data for _ in range(epochs)):
@@ -203,7 +206,7 @@ def test_accelerate_resumes_bit_for_bit() -> None:
                 optimizer.zero_grad()
         if save:
             accelerator.save_state("state")
-        return original
+        return net
 
     whole = train(2)
     train(1, save=True)
@@ -222,6 +225,9 @@ class Adversaries(nn.Module):
         self.made = nn.Linear(4, 4)
         self.judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
+    def optimizers(self) -> list[Any]:
+        return [NGNM(part.parameters(), lr=0.5) for part in (self.judge, self.made)]
+
     def judge_loss(self, real: Any) -> Any:
         fake = self.made(torch.ones_like(real)).detach()
         return (self.judge(real) - 1).square().mean() + self.judge(fake).square().mean()
@@ -234,9 +240,26 @@ class Adversaries(nn.Module):
 REAL = [torch.randn(6, 4, generator=torch.Generator().manual_seed(k)) for k in range(8)]
 
 
+def adversaries(
+    backward: Any, optimizers: Any, net: Adversaries, real: Any, together: bool, clear: Any
+) -> None:
+    """One iteration."""
+    judge, made = optimizers
+    if together:
+        backward(net.made_loss(real))
+        judge.step()
+        made.step()
+        return
+    parts = ((judge, net.judge, net.judge_loss), (made, net.made, net.made_loss))
+    for optimizer, part, loss_of in parts:
+        clear(part) if clear else optimizer.zero_grad()
+        backward(loss_of(real))
+        optimizer.step()
+
+
 def adversaries_by_hand() -> nn.Module:
     net = Adversaries()
-    judge, made = NGNM(net.judge.parameters(), lr=0.5), NGNM(net.made.parameters(), lr=0.5)
+    judge, made = net.optimizers()
     for real in REAL:
         for optimizer, loss_of in ((judge, net.judge_loss), (made, net.made_loss)):
             optimizer.zero_grad()
@@ -256,23 +279,11 @@ def lightning_adversaries(name: str, together: bool = False, clear: Any = None) 
             self.net = Adversaries()
 
         def training_step(self, real: Any, _: int) -> None:
-            judge, made = self.optimizers()
-            if together:
-                self.manual_backward(self.net.made_loss(real))
-                judge.step()
-                made.step()
-                return
-            for optimizer, loss_of in ((judge, self.net.judge_loss), (made, self.net.made_loss)):
-                part = self.net.judge if optimizer is judge else self.net.made
-                clear(part) if clear else optimizer.zero_grad()
-                self.manual_backward(loss_of(real))
-                optimizer.step()
+            optimizers = self.optimizers()
+            adversaries(self.manual_backward, optimizers, self.net, real, together, clear)
 
         def configure_optimizers(self) -> Any:
-            return [
-                NGNM(self.net.judge.parameters(), lr=0.5),
-                NGNM(self.net.made.parameters(), lr=0.5),
-            ]
+            return self.net.optimizers()
 
     module = Module()
     trainer = runs.lightning_trainer(package, callbacks=[FeedLoss()], max_epochs=1)
@@ -282,29 +293,17 @@ def lightning_adversaries(name: str, together: bool = False, clear: Any = None) 
 
 
 def accelerate_adversaries(together: bool = False, clear: Any = None) -> nn.Module:
-    from accelerate import Accelerator
-
     accelerator = feed_loss(Accelerator(cpu=True))
     net = Adversaries()
-    judge, made = accelerator.prepare(
-        NGNM(net.judge.parameters(), lr=0.5), NGNM(net.made.parameters(), lr=0.5)
-    )
+    optimizers = accelerator.prepare(*net.optimizers())
     for real in REAL:
-        if together:
-            accelerator.backward(net.made_loss(real))
-            judge.step()
-            made.step()
-            continue
-        for optimizer, loss_of in ((judge, net.judge_loss), (made, net.made_loss)):
-            clear(net.judge if optimizer is judge else net.made) if clear else optimizer.zero_grad()
-            accelerator.backward(loss_of(real))
-            optimizer.step()
+        adversaries(accelerator.backward, optimizers, net, real, together, clear)
     return net
 
 
 ADVERSARIES = {
-    "lightning": lambda **options: lightning_adversaries("lightning.pytorch", **options),
-    "pytorch_lightning": lambda **options: lightning_adversaries("pytorch_lightning", **options),
+    "lightning": partial(lightning_adversaries, "lightning.pytorch"),
+    "pytorch_lightning": partial(lightning_adversaries, "pytorch_lightning"),
     "accelerate": accelerate_adversaries,
 }
 
@@ -323,16 +322,10 @@ def test_two_optimizers_do_not_step_on_one_loss(run: Any) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("name", ["accelerate", *LIGHTNINGS])
-def test_adversaries_whose_modules_clear_their_gradients(name: str, set_to_none: bool) -> None:
+@pytest.mark.parametrize("run", ADVERSARIES.values(), ids=ADVERSARIES)
+def test_adversaries_whose_modules_clear_their_gradients(run: Any, set_to_none: bool) -> None:
     """The generator's backward() reaches the judge, whose optimizer does not see the clearing."""
-
-    def clear(net: nn.Module) -> None:
-        net.zero_grad(set_to_none=set_to_none)
-
-    run = accelerate_adversaries if name == "accelerate" else lightning_adversaries
-    options = {} if name == "accelerate" else {"name": name}
-    net = run(clear=clear, **options)  # type: ignore[operator]
+    net = run(clear=lambda part: part.zero_grad(set_to_none=set_to_none))
     assert distance(net, adversaries_by_hand()) <= 1e-6
 
 
@@ -351,24 +344,22 @@ def interrupt(model: nn.Module, forward: int, error: BaseException) -> None:
     model.register_forward_pre_hook(hook)
 
 
+OF_FOUR = {"gradient_accumulation_steps": 4, "max_steps": 5}
+
+
 @pytest.mark.parametrize("forward", [2, 4, 7])
 def test_transformers_finds_a_batch_size(forward: int) -> None:
     """After an out-of-memory error it begins again and clears the model's gradients by itself."""
     model, expected = Model(), Model()
     interrupt(model, forward, RuntimeError("CUDA out of memory."))
-    options = {"gradient_accumulation_steps": 4, "max_steps": 5}
-    trainer = runs.hf_trainer(
-        model, (optimizer_of(model), None), auto_find_batch_size=True, **options
-    )
-    feed_loss(trainer).train()
+    trainer = fed(model, auto_find_batch_size=True, **OF_FOUR)
+    trainer.train()
     assert trainer.state.train_batch_size == 1
 
     optimizer = optimizer_of(expected)
     if forward == 7:  # a step of four batches of two was made before
-        before = runs.hf_trainer(expected, (optimizer, None), **options | {"max_steps": 1})
-        feed_loss(before).train()
-    again = runs.hf_trainer(expected, (optimizer, None), per_device_train_batch_size=1, **options)
-    feed_loss(again).train()
+        fed(expected, optimizer, **OF_FOUR | {"max_steps": 1}).train()
+    fed(expected, optimizer, per_device_train_batch_size=1, **OF_FOUR).train()
     assert distance(expected, Model()) > 0.05
     assert distance(model, expected) == 0.0
     if forward < 5:
@@ -392,37 +383,31 @@ def shrink_of_a_step_of_ones() -> float:
 def test_transformers_is_interrupted_and_trains_again(forward: int) -> None:
     model, expected = Model(), Model()
     interrupt(model, forward, KeyboardInterrupt())
-    options = {"gradient_accumulation_steps": 4, "max_steps": 5}
-    trainer = feed_loss(runs.hf_trainer(model, (optimizer_of(model), None), **options))
+    trainer = fed(model, **OF_FOUR)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.train()
     optimizer = optimizer_of(expected)
     if forward == 7:
-        one_step = options | {"max_steps": 1}
-        feed_loss(runs.hf_trainer(expected, (optimizer, None), **one_step)).train()
-    feed_loss(runs.hf_trainer(expected, (optimizer, None), **options)).train()
+        fed(expected, optimizer, **OF_FOUR | {"max_steps": 1}).train()
+    fed(expected, optimizer, **OF_FOUR).train()
     assert distance(expected, Model()) > 0.05
     assert distance(model, expected) == 0.0
 
 
-@pytest.mark.parametrize("name", LIGHTNINGS)
-def test_lightning_is_interrupted_and_fits_again(name: str) -> None:
+def test_lightning_is_interrupted_and_fits_again(package: Any) -> None:
     """The second fit() goes on with the same optimizer."""
-    package = importlib.import_module(name)
     module = runs.lightning_module(package, Case())
     optimizer = optimizer_of(module.net)
     type(module).configure_optimizers = lambda self: optimizer
     interrupt(module.net, 3, ValueError("stop"))
     options = {"accumulate_grad_batches": 4, "max_epochs": 1}
     with pytest.raises(ValueError, match="stop"):
-        runs.lightning_trainer(package, callbacks=[FeedLoss()], **options).fit(
-            module, runs.loader()
-        )
+        fit(package, module, **options)
     module.net.zero_grad()
-    runs.lightning_trainer(package, callbacks=[FeedLoss()], **options).fit(module, runs.loader())
+    fit(package, module, **options)
     expected = runs.lightning_module(package, Case())
-    runs.lightning_trainer(package, callbacks=[FeedLoss()], **options).fit(expected, runs.loader())
+    fit(package, expected, **options)
     assert distance(module.net, expected.net) == 0.0
 
 
@@ -431,8 +416,6 @@ def test_lightning_is_interrupted_and_fits_again(name: str) -> None:
 
 def test_a_loss_of_the_users_own_is_added() -> None:
     """With a backward() of its own, before the accelerator's."""
-    from accelerate import Accelerator
-
     accelerator = feed_loss(Accelerator(cpu=True))
     original, expected = Model(), Model()
     optimizer, plain = optimizer_of(original), optimizer_of(expected)
@@ -451,9 +434,7 @@ def test_a_loss_of_the_users_own_is_added() -> None:
     assert distance(original, expected) <= 1e-6
 
 
-@pytest.mark.parametrize("name", LIGHTNINGS)
-def test_manual_optimization_that_passes_the_loss(name: str) -> None:
-    package = importlib.import_module(name)
+def test_manual_optimization_that_passes_the_loss(package: Any) -> None:
     module = runs.manual_module(package, Case())
 
     def training_step(self: Any, batch: Any, _: int) -> None:
@@ -464,26 +445,21 @@ def test_manual_optimization_that_passes_the_loss(name: str) -> None:
         optimizer.step(loss=loss)
 
     type(module).training_step = training_step
-    runs.lightning_trainer(package).fit(module, runs.loader())
+    fit(package, module, callbacks=[])
     assert distance(module.net, by_hand(Case(), DIVIDE_BY_SETTING)) <= 1e-6
 
 
 # Steps that are left out
 
 
-@pytest.mark.parametrize("name", LIGHTNINGS)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_training_step_that_returns_none(name: str, accumulate: int) -> None:
-    package = importlib.import_module(name)
+def test_a_training_step_that_returns_none(package: Any, accumulate: int) -> None:
     module = runs.lightning_module(package, Case())
     step = type(module).training_step
     type(module).training_step = lambda self, batch, k: (
         None if k in (2, 3, 5) else step(self, batch, k)
     )
-    trainer = runs.lightning_trainer(
-        package, callbacks=[FeedLoss()], accumulate_grad_batches=accumulate, max_epochs=1
-    )
-    trainer.fit(module, runs.loader())
+    fit(package, module, accumulate_grad_batches=accumulate, max_epochs=1)
 
     expected = Model()
     optimizer = optimizer_of(expected)
@@ -515,38 +491,29 @@ def test_a_module_that_clears_by_itself(accumulate: int) -> None:
     assert distance(runs.lightning(case, make=make), expected) <= 1e-5
 
 
-def test_a_flag_that_was_switched_off_comes_back() -> None:
-    package = importlib.import_module("lightning.pytorch")
-    module = runs.lightning_module(package, Case())
-    trainer = runs.lightning_trainer(
-        package, callbacks=[FeedLoss()], precision="bf16-mixed", gradient_clip_val=1.0, max_steps=1
-    )
-    trainer.fit(module, runs.loader())
+def test_a_flag_that_was_switched_off_comes_back(package: Any) -> None:
+    options = {"precision": "bf16-mixed", "gradient_clip_val": 1.0, "max_steps": 1}
+    trainer = fit(package, runs.lightning_module(package, Case()), **options)
     (optimizer,) = trainer.optimizers
     assert optimizer._step_supports_amp_scaling is True
 
 
-@pytest.mark.parametrize("name", LIGHTNINGS)
-def test_manual_optimization_that_clips_under_bf16(name: str) -> None:
+def test_manual_optimization_that_clips_under_bf16(package: Any) -> None:
     """By the wrapper that self.optimizers() returns, which has a class attribute of its own."""
-    package = importlib.import_module(name)
     case = Case(bf16=True, clip=0.05)
     module = runs.manual_module(package, case)
-    trainer = runs.lightning_trainer(package, callbacks=[FeedLoss()], precision="bf16-mixed")
-    trainer.fit(module, runs.loader())
+    trainer = fit(package, module, precision="bf16-mixed")
     assert distance(module.net, by_hand(case, DIVIDE_BY_SETTING)) <= 1e-5
     for optimizer in (*trainer.optimizers, module.optimizers()):
         assert optimizer._step_supports_amp_scaling is True
 
 
-def test_a_module_that_clips_by_itself() -> None:
-    package = importlib.import_module("lightning.pytorch")
+def test_a_module_that_clips_by_itself(package: Any) -> None:
     module = runs.lightning_module(package, Case())
     type(module).configure_gradient_clipping = lambda self, optimizer, *_, **__: (
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
     )
-    trainer = runs.lightning_trainer(package, callbacks=[FeedLoss()], precision="bf16-mixed")
-    trainer.fit(module, runs.loader())
+    fit(package, module, precision="bf16-mixed")
     expected = by_hand(Case(bf16=True, clip=0.05), lambda *_: 1)
     assert distance(module.net, expected) <= 1e-5
 
@@ -554,35 +521,27 @@ def test_a_module_that_clips_by_itself() -> None:
 # What is refused, and what is said
 
 
-def test_owners_that_are_none() -> None:
+def test_owners_that_are_none(package: Any) -> None:
     model = Model()
-    package = importlib.import_module("lightning.pytorch")
     for owner in (None, model, optimizer_of(model), runs.lightning_trainer(package)):
         with pytest.raises(TypeError, match=r"FeedLoss\(\).*step\(loss=loss\)"):
             feed_loss(owner)
 
 
-def test_feeding_twice() -> None:
-    from accelerate import Accelerator
-
+def test_feeding_twice(package: Any) -> None:
     accelerator = feed_loss(Accelerator(cpu=True))
     with pytest.raises(RuntimeError, match="twice"):
         feed_loss(accelerator)
-    model = Model()
-    trainer = feed_loss(runs.hf_trainer(model, (optimizer_of(model), None)))
+    trainer = fed(Model())
     for owner in (trainer, trainer.accelerator):
         with pytest.raises(RuntimeError, match="twice"):
             feed_loss(owner)
-    package = importlib.import_module("lightning.pytorch")
     with pytest.raises(RuntimeError, match="more than one FeedLoss"):
-        runs.lightning_trainer(package, callbacks=[FeedLoss(), FeedLoss()]).fit(
-            runs.lightning_module(package, Case()), runs.loader()
-        )
+        module = runs.lightning_module(package, Case())
+        fit(package, module, callbacks=[FeedLoss(), FeedLoss()])
 
 
 def test_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import Accelerator
-
     model = Model()
     trainer = runs.hf_trainer(model, (optimizer_of(model), None))
     monkeypatch.setattr("transformers.__version__", "4.45.2")
@@ -623,9 +582,8 @@ def test_shards_behind_the_optimizer_are_refused(
         huggingface_room._refuse_shards(accelerator)
 
 
-@pytest.mark.parametrize("name", LIGHTNINGS)
-def test_lightning_strategies_that_shard_are_refused(name: str) -> None:
-    strategies = importlib.import_module(f"{name}.strategies")
+def test_lightning_strategies_that_shard_are_refused(package: Any) -> None:
+    strategies = importlib.import_module(f"{package.__name__}.strategies")
     for strategy in (strategies.FSDPStrategy, strategies.DeepSpeedStrategy):
         trainer = SimpleNamespace(callbacks=[], strategy=object.__new__(strategy))
         with pytest.raises(RuntimeError, match=f"{strategy.__name__}.*FSDP2"):
@@ -668,8 +626,6 @@ def test_trl_has_the_trainers_that_are_refused() -> None:
 
 
 def test_no_loss_to_feed() -> None:
-    from accelerate import Accelerator
-
     accelerator = feed_loss(Accelerator(cpu=True))
     model = Model()
     optimizer = accelerator.prepare(optimizer_of(model))
@@ -678,63 +634,47 @@ def test_no_loss_to_feed() -> None:
     accelerator.backward(model(**batches()[0])["loss"])
     optimizer.step()
     unlabelled = [{"input_ids": row["input_ids"]} for row in samples()]
-    trainer = runs.hf_trainer(model, (optimizer_of(model), None), data=unlabelled)
     with pytest.raises(ValueError, match="did not return a loss"):
-        feed_loss(trainer).train()
+        fed(model, data=unlabelled).train()
 
 
-def test_no_ngn_optimizer_to_feed() -> None:
-    from accelerate import Accelerator
-
+def test_no_ngn_optimizer_to_feed(package: Any) -> None:
     model = Model()
     accelerator = feed_loss(Accelerator(cpu=True))
     with pytest.raises(RuntimeError, match=r"found no NGN optimizer.*prepare"):
         accelerator.backward(model(**batches()[0])["loss"])
-    package = importlib.import_module("lightning.pytorch")
     module = runs.lightning_module(package, Case())
     type(module).configure_optimizers = lambda self: torch.optim.AdamW(self.parameters())
-    trainer = runs.lightning_trainer(package, callbacks=[FeedLoss()])
     with pytest.raises(RuntimeError, match=r"found no NGN optimizer.*configure_optimizers"):
-        trainer.fit(module, runs.loader())
+        fit(package, module)
 
 
-@pytest.mark.parametrize("name", LIGHTNINGS)
-@pytest.mark.parametrize("line", [True, False], ids=["with the line", "without it"])
-def test_lightning_says_which_line_to_write(name: str, line: bool) -> None:
+def test_lightning_says_which_line_to_write(package: Any) -> None:
     """Its closure returns the loss of the last micro-batch."""
-    package = importlib.import_module(name)
     module = runs.lightning_module(package, Case())
-    callbacks = [FeedLoss()] if line else []
-    trainer = runs.lightning_trainer(package, callbacks=callbacks, accumulate_grad_batches=8)
-    if line:
-        trainer.fit(module, runs.loader())
-        assert distance(module.net, by_hand(Case(8), DIVIDE_BY_SETTING)) <= 1e-6
-        return
     with pytest.raises(RuntimeError, match=r"^7 backward\(\).*callbacks=\[.*FeedLoss\(\)\]"):
-        trainer.fit(module, runs.loader())
+        fit(package, module, callbacks=[], accumulate_grad_batches=8)
     assert distance(module.net, Model()) == 0.0, "not one step was taken"
-
-
-@pytest.mark.parametrize("name", LIGHTNINGS)
-def test_lightning_without_accumulation_needs_no_line(name: str) -> None:
-    package = importlib.import_module(name)
     module = runs.lightning_module(package, Case())
-    runs.lightning_trainer(package, precision="bf16-mixed").fit(module, runs.loader())
+    fit(package, module, accumulate_grad_batches=8)
+    assert distance(module.net, by_hand(Case(8), DIVIDE_BY_SETTING)) <= 1e-6
+
+
+def test_lightning_without_accumulation_needs_no_line(package: Any) -> None:
+    module = runs.lightning_module(package, Case())
+    fit(package, module, callbacks=[], precision="bf16-mixed")
     assert distance(module.net, by_hand(Case(bf16=True), DIVIDE_BY_SETTING)) <= 1e-6
 
 
-def test_lightning_with_a_scaler_says_which_line_to_write() -> None:
+def test_lightning_with_a_scaler_says_which_line_to_write(package: Any) -> None:
     """Its plugin runs the closure itself and calls a bare step()."""
-    package = importlib.import_module("lightning.pytorch")
-    plugins = [runs.Unrounded(importlib.import_module("lightning.pytorch.plugins.precision"))]
+    precision = importlib.import_module(f"{package.__name__}.plugins.precision")
     module = runs.lightning_module(package, Case())
     with pytest.raises(RuntimeError, match=r"callbacks=\[.*FeedLoss\(\)\]"):
-        runs.lightning_trainer(package, plugins=plugins).fit(module, runs.loader())
+        fit(package, module, callbacks=[], plugins=[runs.Unrounded(precision)])
 
 
 def test_accelerate_says_which_line_to_write() -> None:
-    from accelerate import Accelerator
-
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(net := Model(), optimizer_of(net))
     accelerator.backward(model(**batches()[0])["loss"])
@@ -742,13 +682,12 @@ def test_accelerate_says_which_line_to_write() -> None:
         optimizer.step()
 
 
-def test_manual_optimization_and_fabric_say_which_line_to_write() -> None:
+def test_manual_optimization_and_fabric_say_which_line_to_write(package: Any) -> None:
     from lightning.fabric import Fabric
 
-    package = importlib.import_module("lightning.pytorch")
     module = runs.manual_module(package, Case())
     with pytest.raises(RuntimeError, match=r"callbacks=\[.*FeedLoss\(\)\]"):
-        runs.lightning_trainer(package).fit(module, runs.loader())
+        fit(package, module, callbacks=[])
     model, optimizer = (fabric := Fabric(accelerator="cpu")).setup(
         net := Model(), optimizer_of(net)
     )
@@ -782,8 +721,7 @@ def test_no_trainer_is_imported_before_it_is_used() -> None:
 
 def test_a_new_accelerator_of_a_trainer_is_fed_too() -> None:
     """A hyper-parameter search makes one for each trial."""
-    model = Model()
-    trainer = feed_loss(runs.hf_trainer(model, (optimizer_of(model), None)))
+    trainer = fed(model := Model())
     trainer.create_accelerator_and_postprocess()
     trainer.train()
     assert distance(model, by_hand(Case(), lambda *_: 1)) <= 1e-6

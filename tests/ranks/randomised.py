@@ -21,14 +21,16 @@ from algorithms import ALGORITHMS, SCALAR, Algorithm, Hyper
 from helpers import bits, real64
 from oracle import Array, Group, Oracle, Variable
 from pair import close, largest
+from randomised import Events, RandomisedRun
 from torch import Tensor
 from torch.nn import Parameter
 
 from ngn_kernels import SkippedStepWarning
 
+event = Events()
 NAN = float("nan")
 SHAPES = ((3,), (4, 2), (7,), (), (0,), (5, 3))
-# The relative error of a whole life.
+# The relative error of a whole run.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3}
 
 
@@ -55,15 +57,17 @@ class Part:
         return mesh_of((size // 2, 2))["inner"] if self.kind == "inner" else mesh_of((size,))
 
 
-class Ranks:
-    """One life; the same on every rank but for what lies there."""
+class Run(RandomisedRun):
+    """The same on every rank but for what lies there."""
+
+    event = event
 
     def __init__(self, seed: int, port: int) -> None:
+        super().__init__(seed)
         rng = random.Random(seed)
-        self.port, self.seed = port, seed
-        self.generator = torch.Generator().manual_seed(seed)
+        self.port = port
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.steps = self.skipped = self.groups_made = 0
+        self.groups_made = 0
         self.algorithm: Algorithm = rng.choice(ALGORITHMS)
         self.dtype = rng.choice((torch.float64, torch.float64, torch.float32))
         self.owned = rng.random() < 0.5
@@ -256,188 +260,150 @@ class Ranks:
         # A refused step may have made state, of zeros; the numbers that there were stay.
         assert [b for b in self.held() if any(b)] == [b for b in before if any(b)]
 
-    def live(self, name: str, seed: int) -> bool:
-        return EVENTS[name](self, random.Random(seed)) is not False
-
-
-Event = Callable[[Ranks, random.Random], Any]
-EVENTS: dict[str, Event] = {}
-WEIGHTS: dict[str, int] = {}
-
-
-def event(weight: int = 1) -> Callable[[Event], Event]:
-    def register(function: Event) -> Event:
-        name = function.__name__.replace("_", " ")
-        EVENTS[name], WEIGHTS[name] = function, weight
-        return function
-
-    return register
+    def skip(self, step: Callable[[], Any]) -> None:
+        """A step that changes no numbers, too."""
+        before = self.held()
+        super().skip(step)
+        assert [b for b in self.held() if any(b)] == [b for b in before if any(b)]
 
 
 @event(10)
-def steps(life: Ranks, rng: random.Random) -> None:
-    life.take(rng)
+def steps(run: Run, rng: random.Random) -> None:
+    """Nothing else."""
 
 
 @event()
-def values_change(life: Ranks, rng: random.Random) -> None:
+def values_change(run: Run, rng: random.Random) -> None:
     """A whole number on one rank is the same lr as the float on the others."""
     number = rng.randrange(2)
-    life.hypers[number] = life.new_hyper(rng)._replace(lr=rng.choice((0.0, 1.0, 0.3)))
-    values = life.algorithm.values(life.hypers[number])
-    if values["lr"] in (0.0, 1.0) and life.rank == 0:
+    run.hypers[number] = run.new_hyper(rng)._replace(lr=rng.choice((0.0, 1.0, 0.3)))
+    values = run.algorithm.values(run.hypers[number])
+    if values["lr"] in (0.0, 1.0) and run.rank == 0:
         values["lr"] = int(values["lr"])
-    life.optimizer.param_groups[number].update(values)
-    life.take(rng)
+    run.optimizer.param_groups[number].update(values)
 
 
 @event()
-def options_change(life: Ranks, rng: random.Random) -> None:
-    life.options = {
+def options_change(run: Run, rng: random.Random) -> None:
+    run.options = {
         "max_grad_norm": rng.choice((None, 0.1, 2.0)),
         "loss_floor": rng.choice((0.0, -1.0)),
         "loss_target": rng.choice((0.0, 0.8)),
     }
-    for name, value in life.options.items():
-        setattr(life.optimizer, name, value)
-    life.take(rng)
+    for name, value in run.options.items():
+        setattr(run.optimizer, name, value)
 
 
 @event()
-def one_rank_has_a_bad_loss(life: Ranks, rng: random.Random) -> None:
-    bad, loss = rng.randrange(life.size), life.losses(rng)[life.rank]
-    life.give_gradients(rng)
-    life.refused(lambda: life.step("many" if life.rank == bad else loss), (TypeError,))  # type: ignore[arg-type]
-    life.take(rng)
+def one_rank_has_a_bad_loss(run: Run, rng: random.Random) -> None:
+    bad, loss = rng.randrange(run.size), run.losses(rng)[run.rank]
+    run.give_gradients(rng)
+    run.refused(lambda: run.step("many" if run.rank == bad else loss), (TypeError,))  # type: ignore[arg-type]
 
 
 @event()
-def one_rank_fails_in_its_closure(life: Ranks, rng: random.Random) -> None:
-    bad, loss = rng.randrange(life.size), life.losses(rng)[life.rank]
-    life.give_gradients(rng)
+def one_rank_fails_in_its_closure(run: Run, rng: random.Random) -> None:
+    bad, loss = rng.randrange(run.size), run.losses(rng)[run.rank]
+    run.give_gradients(rng)
 
     def closure() -> float | None:
-        if life.rank == bad:
+        if run.rank == bad:
             raise MemoryError
         return loss
 
-    life.refused(lambda: life.optimizer.step(closure), (MemoryError, RuntimeError))
-    life.take(rng)
+    run.refused(lambda: run.optimizer.step(closure), (MemoryError, RuntimeError))
 
 
 @event()
-def one_rank_has_another_option(life: Ranks, rng: random.Random) -> None:
-    bad, loss = rng.randrange(life.size), life.losses(rng)[life.rank]
-    kept = life.optimizer.max_grad_norm
-    life.give_gradients(rng)
-    if life.rank == bad:
-        life.optimizer.max_grad_norm = 7.0 if kept is None else None
-    life.refused(lambda: life.step(loss), (ValueError,))
-    life.optimizer.max_grad_norm = kept
-    life.take(rng)
+def one_rank_has_another_option(run: Run, rng: random.Random) -> None:
+    bad, loss = rng.randrange(run.size), run.losses(rng)[run.rank]
+    kept = run.optimizer.max_grad_norm
+    run.give_gradients(rng)
+    if run.rank == bad:
+        run.optimizer.max_grad_norm = 7.0 if kept is None else None
+    run.refused(lambda: run.step(loss), (ValueError,))
+    run.optimizer.max_grad_norm = kept
 
 
 @event()
-def no_rank_has_a_loss(life: Ranks, rng: random.Random) -> None:
-    if life.give_gradients(rng):
-        life.refused(life.optimizer.step, (RuntimeError,))
+def no_rank_has_a_loss(run: Run, rng: random.Random) -> None:
+    if run.give_gradients(rng):
+        run.refused(run.optimizer.step, (RuntimeError,))
     else:
-        life.optimizer.step()
-    life.take(rng)
-
-
-def skips(life: Ranks, step: Callable[[], None]) -> None:
-    before = life.held()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", SkippedStepWarning)
-        step()
-    assert sum(issubclass(w.category, SkippedStepWarning) for w in said) == 1
-    assert [b for b in life.held() if any(b)] == [b for b in before if any(b)]
-    life.skipped += 1
-    life.steps += 1
-    assert int(life.optimizer.skipped_steps) == life.skipped
+        run.optimizer.step()
 
 
 @event()
-def one_rank_has_an_overflow(life: Ranks, rng: random.Random) -> None:
-    bad, losses = rng.randrange(life.size), life.losses(rng)
-    life.give_gradients(rng)
-    life.optimizer.grad_scale = torch.tensor(1.0)
-    life.optimizer.found_inf = torch.tensor(float(life.rank == bad))
-    skips(life, lambda: life.step(losses[life.rank]))
-    for name in ("grad_scale", "found_inf"):
-        life.optimizer.__dict__.pop(name, None)
-    life.take(rng)
+def one_rank_has_an_overflow(run: Run, rng: random.Random) -> None:
+    bad, losses = rng.randrange(run.size), run.losses(rng)
+    run.give_gradients(rng)
+    with run.scaler(1.0, overflow=run.rank == bad):
+        run.skip(lambda: run.step(losses[run.rank]))
 
 
 @event()
-def one_rank_has_a_loss_that_is_not_finite(life: Ranks, rng: random.Random) -> None:
-    losses = life.losses(rng)
-    losses[rng.randrange(life.size)] = NAN
-    life.give_gradients(rng)
-    skips(life, lambda: life.step(losses[life.rank]))
-    life.take(rng)
+def one_rank_has_a_loss_that_is_not_finite(run: Run, rng: random.Random) -> None:
+    losses = run.losses(rng)
+    losses[rng.randrange(run.size)] = NAN
+    run.give_gradients(rng)
+    run.skip(lambda: run.step(losses[run.rank]))
 
 
 @event()
-def bad_gradients(life: Ranks, rng: random.Random) -> Any:
-    losses = life.losses(rng)
-    if life.algorithm not in SCALAR and life.optimizer.max_grad_norm is None:
+def bad_gradients(run: Run, rng: random.Random) -> Any:
+    losses = run.losses(rng)
+    if run.algorithm not in SCALAR and run.optimizer.max_grad_norm is None:
         return False
-    life.give_gradients(rng, spoil=True)
-    if not any(g is not None and g.size for g in life.gradients):
+    run.give_gradients(rng, spoil=True)
+    if not any(g is not None and g.size for g in run.gradients):
         return False
-    skips(life, lambda: life.step(losses[life.rank]))
-    life.take(rng)
+    run.skip(lambda: run.step(losses[run.rank]))
 
 
 @event()
-def a_checkpoint_is_loaded(life: Ranks, rng: random.Random) -> None:
-    saved, skipped = life.optimizer.state_dict(), int(life.optimizer.skipped_steps)
-    life.backend = rng.choice(("cpu", "reference"))
-    life.optimizer = life.build()
-    life.optimizer.load_state_dict(saved)
-    assert int(life.optimizer.skipped_steps) == skipped
-    life.take(rng)
+def a_checkpoint_is_loaded(run: Run, rng: random.Random) -> None:
+    saved, skipped = run.optimizer.state_dict(), int(run.optimizer.skipped_steps)
+    run.backend = rng.choice(("cpu", "reference"))
+    run.optimizer = run.build()
+    run.optimizer.load_state_dict(saved)
+    assert int(run.optimizer.skipped_steps) == skipped
 
 
 @event()
-def the_process_group_is_made_anew(life: Ranks, rng: random.Random) -> Any:
+def the_process_group_is_made_anew(run: Run, rng: random.Random) -> Any:
     """With steps of each process alone in between, where they have the same loss."""
-    if life.meshes or life.owned:
+    if run.meshes or run.owned:
         return False
-    life.take(rng)
+    run.take(rng)
     dist.barrier()
     dist.destroy_process_group()
     if rng.random() < 0.7:
-        life.take(rng, same_loss=True)
-    life.groups_made += 1
-    store = dist.TCPStore("127.0.0.1", life.port, is_master=False)
-    store = dist.PrefixStore(f"life {life.seed} {life.groups_made}", store)
-    dist.init_process_group("gloo", store=store, rank=life.rank, world_size=life.size)
-    life.take(rng)
+        run.take(rng, same_loss=True)
+    run.groups_made += 1
+    store = dist.TCPStore("127.0.0.1", run.port, is_master=False)
+    store = dist.PrefixStore(f"run {run.seed} {run.groups_made}", store)
+    dist.init_process_group("gloo", store=store, rank=run.rank, world_size=run.size)
 
 
-def live(seed: int, events: int, port: int) -> tuple[int, Counter[str], bytes]:
-    """One life: its steps, its events, and what all ranks must hold alike."""
+def randomised_run(seed: int, events: int, port: int) -> tuple[int, Counter[str], bytes]:
+    """Its steps, its events, and what all ranks must hold alike."""
     torch.set_num_threads(1)
     mesh_of.cache_clear()
-    life, rng, happened = Ranks(seed, port), random.Random(seed + 1), Counter[str]()
-    lived = []
+    run, rng, happened = Run(seed, port), random.Random(seed + 1), Counter[str]()
+    drawn = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", SkippedStepWarning)
-            life.take(rng)
+            run.take(rng)
             for _ in range(events):
-                name = rng.choices(list(EVENTS), list(WEIGHTS.values()))[0]
-                lived.append(name)
-                happened[name] += life.live(name, rng.getrandbits(32))
+                drawn.append(event.draw(rng))
+                happened[drawn[-1][0]] += run.happen(*drawn[-1])
     except BaseException as problem:
-        told = f"life {seed} of {life.algorithm}, {life.dtype}, owned {life.owned}: {lived}"
+        told = f"run {seed} of {run.algorithm}, {run.dtype}, owned {run.owned}: {drawn}"
         raise AssertionError(told) from problem
     shared = [
         bits(p.param)
-        for p in life.parts
+        for p in run.parts
         if p.kind == "ordinary" and p.owner is None and p.param is not None
     ]
-    return life.steps, happened, b"".join(shared)
+    return run.steps, happened, b"".join(shared)

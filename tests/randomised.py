@@ -1,7 +1,7 @@
-"""The life of an optimizer: what training code may do to one, event by event, beside the oracle.
+"""Randomised stateful tests: events that training code applies to an optimizer, beside the oracle.
 
-An event draws all that it needs from a seed of its own, so that a life is a list of (name, seed), and
-can be lived again. test_life.py lets hypothesis write that list, soak.py a plain loop.
+An event draws all that it needs from a seed of its own, so that a run is a list of (name, seed) and can
+be repeated. test_randomised.py lets hypothesis write that list, soak.py a plain loop.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import copy
 import io
 import pickle
 import random
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from algorithms import ALGORITHMS, Algorithm, Hyper
-from helpers import DTYPES, assert_unchanged, params_of, real64, snapshot
+from helpers import DTYPES, params_of, real64, unchanged
 from layouts import LAYOUTS
 from pair import Pair, close, largest, numbers_in
 from torch import Tensor
@@ -37,7 +35,7 @@ SHAPES = ((), (1,), (3,), (2, 3), (7,), (2, 2, 2), (0,), (17,))
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 WIDE = (torch.float32, torch.float64)
 MOST_PARAMS, MOST_GROUPS = 5, 3
-# What narrow lives are built with, and the types of their parameters.
+# What narrow runs are built with, and the types of their parameters.
 NARROW: tuple[tuple[dict[str, Any], tuple[torch.dtype, ...]], ...] = (
     *(({"state": state}, (torch.float32,)) for state in ("8bit", "bfloat16")),
     *(({"state": ("8bit", other)}, (torch.float32,)) for other in ("bfloat16", "float32")),
@@ -51,14 +49,84 @@ NARROW: tuple[tuple[dict[str, Any], tuple[torch.dtype, ...]], ...] = (
 TRAJECTORY = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
-class Life:
+class Events:
+    """What may happen to a run, by name; an event returns False where there is nothing to happen to.
+
+    Steps follow each event, which show whether it was taken for what it was.
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[str, Callable[[Any, random.Random], bool | None]] = {}
+        self.weights: list[int] = []
+
+    def __call__(self, weight: int = 1) -> Callable[[Any], Any]:
+        def register(function: Any) -> Any:
+            self.functions[function.__name__.replace("_", " ")] = function
+            self.weights.append(weight)
+            return function
+
+        return register
+
+    def draw(self, rng: random.Random) -> tuple[str, int]:
+        """The name and the seed of the next one."""
+        return rng.choices(list(self.functions), self.weights)[0], rng.getrandbits(32)
+
+
+class RandomisedRun:
+    """What is the same in one process and on several ranks."""
+
+    event: Events
+    optimizer: Any
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.steps = self.skipped = 0
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def take(self, rng: random.Random) -> None:
+        raise NotImplementedError
+
+    def happen(self, name: str, seed: int) -> bool:
+        """One event; False where there is nothing that it could happen to."""
+        rng = random.Random(seed)
+        if self.event.functions[name](self, rng) is False:
+            return False
+        self.take(rng)
+        return True
+
+    def skip(self, step: Callable[[], Any]) -> None:
+        """A step that is counted and warned of once."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", SkippedStepWarning)
+            step()
+        assert sum(issubclass(w.category, SkippedStepWarning) for w in said) == 1
+        self.skipped += 1
+        self.steps += 1
+        assert int(self.optimizer.skipped_steps) == self.skipped
+
+    @contextmanager
+    def scaler(self, scale: float, overflow: bool = False) -> Iterator[None]:
+        """What a GradScaler hands over, and takes away if the step has not done so itself."""
+        self.optimizer.grad_scale = torch.tensor(scale)
+        self.optimizer.found_inf = torch.tensor(float(overflow))
+        try:
+            yield
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                self.optimizer.__dict__.pop(name, None)
+
+
+event = Events()
+
+
+class Run(RandomisedRun):
+    event = event
+
     def __init__(self, seed: int, backends: tuple[str, ...]) -> None:
+        super().__init__(seed)
         rng = random.Random(seed)
         self.backends = backends
-        self.steps = 0
-        self.skipped = 0
         self.frozen: set[int] = set()
-        self.generator = torch.Generator().manual_seed(seed)
         self.algorithm: Algorithm = rng.choice(ALGORITHMS)
         backend = rng.choice(backends)
         self.kind = rng.choices(("wide", "half", "narrow"), (30, 4, 2))[0]
@@ -155,13 +223,16 @@ class Life:
         height = rng.choice((0.0, 1e-3, 0.5, 2.0, 30.0))
         return float(self.optimizer.loss_floor) + height
 
+    def start(self) -> Pair:
+        """The oracle, where the optimizer is."""
+        self.sizes = [largest(real64(p)) for p in self.params]
+        return Pair(self.algorithm, self.optimizer, **self.options)
+
     def take(self, rng: random.Random, step: Callable[[float], None] | None = None) -> None:
         """A few steps from where the optimizer is, and a comparison with the oracle's."""
-        wide = self.kind == "wide"
-        pair = Pair(self.algorithm, self.optimizer, **self.options)
-        before = [np.abs(real64(p)) for p in self.params]
+        pair, several = self.start(), self.kind == "wide" and step is None
         still = [(p, p._version) for p in self.params if id(p) in self.frozen]
-        for _ in range(rng.randint(1, 12) if wide and step is None else 1):
+        for _ in range(rng.randint(1, 12) if several else 1):
             self.give_gradients(rng)
             loss = self.new_loss(rng)
             pair.expect(loss)
@@ -170,24 +241,23 @@ class Life:
             else:
                 step(loss)
             self.steps += 1
-        if wide:
-            self.compare(pair, before)
-        else:
-            pair.check_step(self.slack)
+        self.compare(pair)
         assert int(self.optimizer.skipped_steps) == self.skipped
         assert all(p._version == version for p, version in still)
 
-    def compare(self, pair: Pair, before: list[Any]) -> None:
+    def compare(self, pair: Pair) -> None:
+        if self.kind != "wide":
+            return pair.check_step(self.slack)
         variables = [v for group in pair.oracle.groups for v in group.variables]
         # One narrower tensor brings its error to the step size of all.
         states = self.optimizer.state.values()
         held = [state[key] for state in states for key in STATE if key in state]
         relative = max(TRAJECTORY[t.abs().dtype] for t in (*self.params, *held))
-        for p, variable, start in zip(self.params, variables, before, strict=True):
+        for p, variable, start in zip(self.params, variables, self.sizes, strict=True):
             state = numbers_in(self.optimizer, p)
             columns = {"x": (p, variable.x), "exp_avg_sq": (state.get("exp_avg_sq"), variable.v)}
             columns["momentum_buffer"] = (state.get("momentum_buffer"), variable.momentum_buffer)
-            size = max(largest(start), largest(variable.x), largest(variable.previous))
+            size = max(start, largest(variable.x), largest(variable.previous))
             for name, (actual, expected) in columns.items():
                 if actual is not None:
                     reach = 4 * largest(expected) if name == "exp_avg_sq" else size
@@ -196,181 +266,136 @@ class Life:
             if "step" in state and p.numel():
                 assert int(state["step"]) == variable.t, "the step count"
 
-    @contextmanager
-    def nothing_changes(self) -> Iterator[None]:
-        before = snapshot(self.optimizer)
-        yield
-        assert_unchanged(self.optimizer, before)
-
-    def skip(self, step: Callable[[], Any]) -> None:
-        """A step that is counted and warned of once."""
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", SkippedStepWarning)
-            step()
-        assert sum(issubclass(w.category, SkippedStepWarning) for w in said) == 1
-        self.skipped += 1
-        self.steps += 1
-        assert int(self.optimizer.skipped_steps) == self.skipped
-
-    def live(self, name: str, seed: int) -> bool:
-        """One event; False where there is nothing that it could happen to."""
-        return EVENTS[name](self, random.Random(seed)) is not False
-
-
-# Events: what happens, then steps that show whether it was taken for what it was.
-
-Event = Callable[[Life, random.Random], Any]
-EVENTS: dict[str, Event] = {}
-WEIGHTS: dict[str, int] = {}
-
-
-def event(weight: int = 1) -> Callable[[Event], Event]:
-    def register(function: Event) -> Event:
-        name = function.__name__.replace("_", " ")
-        EVENTS[name], WEIGHTS[name] = function, weight
-        return function
-
-    return register
-
 
 @event(30)
-def steps(life: Life, rng: random.Random) -> None:
-    life.take(rng)
+def steps(run: Run, rng: random.Random) -> None:
+    """Nothing else."""
 
 
 # Groups and parameters
 
 
 @event()
-def a_group_is_added(life: Life, rng: random.Random) -> Any:
-    if len(life.params) >= MOST_PARAMS or len(life.optimizer.param_groups) >= MOST_GROUPS:
+def a_group_is_added(run: Run, rng: random.Random) -> Any:
+    if len(run.params) >= MOST_PARAMS or len(run.optimizer.param_groups) >= MOST_GROUPS:
         return False
-    values = life.algorithm.values(life.new_hyper(rng))
-    params = [life.new_param(rng, life.backend)]
-    life.optimizer.add_param_group({"params": params, **values})
-    life.take(rng)
+    values = run.algorithm.values(run.new_hyper(rng))
+    params = [run.new_param(rng, run.backend)]
+    run.optimizer.add_param_group({"params": params, **values})
 
 
 @event()
-def groups_are_merged(life: Life, rng: random.Random) -> Any:
-    groups = life.optimizer.param_groups
+def groups_are_merged(run: Run, rng: random.Random) -> Any:
+    groups = run.optimizer.param_groups
     if len(groups) < 2:
         return False
     groups[0]["params"] += groups.pop()["params"]
-    life.take(rng)
 
 
 @event()
-def a_parameter_is_moved(life: Life, rng: random.Random) -> Any:
-    groups = life.optimizer.param_groups
+def a_parameter_is_moved(run: Run, rng: random.Random) -> Any:
+    groups = run.optimizer.param_groups
     if len(groups) < 2 or not groups[-1]["params"]:
         return False
     groups[0]["params"].append(groups[-1]["params"].pop(0))
-    life.take(rng)
 
 
 @event()
-def a_parameter_is_taken_out(life: Life, rng: random.Random) -> Any:
-    if len(life.params) < 3:
+def a_parameter_is_taken_out(run: Run, rng: random.Random) -> Any:
+    if len(run.params) < 3:
         return False
-    group = rng.choice([g for g in life.optimizer.param_groups if g["params"]])
+    group = rng.choice([g for g in run.optimizer.param_groups if g["params"]])
     gone = group["params"].pop(rng.randrange(len(group["params"])))
     if rng.random() < 0.5:
-        life.optimizer.state.pop(gone, None)
+        run.optimizer.state.pop(gone, None)
     kept = gone.detach().clone()
-    life.take(rng)
+    run.take(rng)
     assert torch.equal(gone, kept)
 
 
 @event()
-def a_parameter_is_replaced(life: Life, rng: random.Random) -> None:
-    group = rng.choice([g for g in life.optimizer.param_groups if g["params"]])
+def a_parameter_is_replaced(run: Run, rng: random.Random) -> None:
+    group = rng.choice([g for g in run.optimizer.param_groups if g["params"]])
     index = rng.randrange(len(group["params"]))
     old = group["params"][index]
-    group["params"][index] = life.new_param(rng, life.backend)
+    group["params"][index] = run.new_param(rng, run.backend)
     if rng.random() < 0.5:
-        life.optimizer.state.pop(old, None)
-    life.take(rng)
+        run.optimizer.state.pop(old, None)
 
 
 @event()
-def parameters_are_frozen(life: Life, rng: random.Random) -> None:
-    life.frozen = {id(p) for p in life.params if rng.random() < 0.5}
-    still = [(p, p.detach().clone()) for p in life.params if id(p) in life.frozen]
-    life.take(rng)
+def parameters_are_frozen(run: Run, rng: random.Random) -> None:
+    run.frozen = {id(p) for p in run.params if rng.random() < 0.5}
+    still = [(p, p.detach().clone()) for p in run.params if id(p) in run.frozen]
+    run.take(rng)
     assert all(torch.equal(p, x) for p, x in still)
     if rng.random() < 0.7:
-        life.frozen = set()
+        run.frozen = set()
 
 
 @event()
-def a_parameter_is_cast(life: Life, rng: random.Random) -> Any:
-    p, _ = life.one(rng)
-    if life.kind != "wide" or life.backend == "triton":
+def a_parameter_is_cast(run: Run, rng: random.Random) -> Any:
+    p, _ = run.one(rng)
+    if run.kind != "wide" or run.backend == "triton":
         return False
     to = {torch.float32: torch.float64, torch.complex64: torch.complex128}
     to |= {wide: narrow for narrow, wide in to.items()}
     p.grad = None
     p.data = p.data.to(to[p.dtype])
-    life.take(rng)
 
 
 @event()
-def a_parameter_is_laid_out_anew(life: Life, rng: random.Random) -> None:
-    p, _ = life.one(rng)
+def a_parameter_is_laid_out_anew(run: Run, rng: random.Random) -> None:
+    p, _ = run.one(rng)
     p.grad = None
     p.data = LAYOUTS[rng.choice(tuple(LAYOUTS))](p.detach())
-    if life.kind == "narrow":  # codes are rounded once more in their new order
-        life.give_gradients(rng)
-        life.optimizer.step(loss=life.new_loss(rng))
-        life.steps += 1
-    life.take(rng)
+    if run.kind == "narrow":  # codes are rounded once more in their new order
+        run.give_gradients(rng)
+        run.optimizer.step(loss=run.new_loss(rng))
+        run.steps += 1
 
 
 @event()
-def values_change(life: Life, rng: random.Random) -> None:
+def values_change(run: Run, rng: random.Random) -> None:
     """As a scheduler does it; an lr may become a tensor."""
-    group = rng.choice(life.optimizer.param_groups)
-    group.update(life.algorithm.values(life.new_hyper(rng)))
+    group = rng.choice(run.optimizer.param_groups)
+    group.update(run.algorithm.values(run.new_hyper(rng)))
     if rng.random() < 0.3:
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-    life.take(rng)
 
 
 @event()
-def options_change(life: Life, rng: random.Random) -> None:
-    life.options = {
+def options_change(run: Run, rng: random.Random) -> None:
+    run.options = {
         "max_grad_norm": rng.choice((None, 0.1, 2.0)),
         "loss_floor": rng.choice((0.0, -2.0, 0.25)),
         "loss_target": rng.choice((0.0, 0.5, 0.99)),
         "decay_form": life.new_decay_form(rng),
     }
-    for name, value in life.options.items():
-        setattr(life.optimizer, name, value)
-    life.take(rng)
+    for name, value in run.options.items():
+        setattr(run.optimizer, name, value)
 
 
 # State
 
 
 @event()
-def state_is_cast(life: Life, rng: random.Random) -> Any:
-    p, state = life.one(rng)
+def state_is_cast(run: Run, rng: random.Random) -> Any:
+    p, state = run.one(rng)
     keys = [key for key in STATE if key in state and state[key].abs().dtype in WIDE]
-    if not keys or life.backend == "triton":
+    if not keys or run.backend == "triton":
         return False
     key = rng.choice(keys)
     wide = torch.complex128 if p.is_complex() else torch.float64
     state[key] = state[key].to(wide)
-    life.take(rng)
 
 
 @event()
-def state_is_replaced(life: Life, rng: random.Random) -> Any:
+def state_is_replaced(run: Run, rng: random.Random) -> Any:
     """The tensors, their memory, or the whole dict, with other numbers."""
-    p, state = life.one(rng)
+    p, state = run.one(rng)
     keys = [key for key in STATE if key in state]
-    if not keys or life.kind == "narrow":
+    if not keys or run.kind == "narrow":
         return False
     way = rng.choice(("tensor", "memory", "dict", "order"))
     for key in keys:
@@ -381,14 +406,13 @@ def state_is_replaced(life: Life, rng: random.Random) -> Any:
         elif way == "tensor":
             state[key] = state[key] * 0.5
     if way == "dict":
-        life.optimizer.state[p] = {k: v.clone() for k, v in state.items()}
-    life.take(rng)
+        run.optimizer.state[p] = {k: v.clone() for k, v in state.items()}
 
 
 @event()
-def state_is_offloaded_and_back(life: Life, rng: random.Random) -> Any:
+def state_is_offloaded_and_back(run: Run, rng: random.Random) -> Any:
     """The memory is given away between two steps, and comes back elsewhere."""
-    _, state = life.one(rng)
+    _, state = run.one(rng)
     keys = [key for key in STATE if key in state]
     if not keys:
         return False
@@ -397,46 +421,43 @@ def state_is_offloaded_and_back(life: Life, rng: random.Random) -> Any:
         state[key].data = torch.empty(0, dtype=state[key].dtype)
     for key, values in parked.items():
         state[key].data = values
-    life.take(rng)
 
 
 @event()
-def state_is_reset(life: Life, rng: random.Random) -> None:
+def state_is_reset(run: Run, rng: random.Random) -> None:
     if rng.random() < 0.3:
-        life.optimizer.state.clear()
+        run.optimizer.state.clear()
     else:
-        life.optimizer.state.pop(rng.choice(life.params), None)
-    life.take(rng)
+        run.optimizer.state.pop(rng.choice(run.params), None)
 
 
 @event()
-def the_user_keeps_something_in_the_state(life: Life, rng: random.Random) -> None:
-    p, _ = life.one(rng)
+def the_user_keeps_something_in_the_state(run: Run, rng: random.Random) -> None:
+    p, _ = run.one(rng)
     kept = torch.full((rng.randint(0, 3),), float(rng.randint(0, 9)), dtype=torch.float16)
-    life.optimizer.state[p][OWN] = kept
-    life.take(rng)
-    assert life.optimizer.state[p][OWN] is kept
+    run.optimizer.state[p][OWN] = kept
+    run.take(rng)
+    assert run.optimizer.state[p][OWN] is kept
 
 
 @event()
-def a_step_count_is_another_kind_of_number(life: Life, rng: random.Random) -> Any:
-    _, state = life.one(rng)
+def a_step_count_is_another_kind_of_number(run: Run, rng: random.Random) -> Any:
+    _, state = run.one(rng)
     if "step" not in state:
         return False
     count = float(state["step"])
     kinds = (int(count), count, torch.tensor([count]), torch.tensor(count, dtype=torch.float64))
     state["step"] = rng.choice(kinds)
-    life.take(rng)
 
 
 # Copies and checkpoints
 
 
 @event()
-def a_checkpoint_goes_to_another_backend(life: Life, rng: random.Random) -> Any:
+def a_checkpoint_goes_to_another_backend(run: Run, rng: random.Random) -> Any:
     """Into a fresh optimizer over copies of the parameters."""
-    old = life.optimizer
-    here = {id(p) for p in life.params}
+    old = run.optimizer
+    here = {id(p) for p in run.params}
     for gone in [p for p in old.state if id(p) not in here]:  # torch cannot save these
         del old.state[gone]
     saved = old.state_dict()
@@ -445,109 +466,100 @@ def a_checkpoint_goes_to_another_backend(life: Life, rng: random.Random) -> Any:
         torch.save(saved, file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-    target = rng.choice(life.backends)
-    if target == "triton" and not fits_triton(life):
+    target = rng.choice(run.backends)
+    if target == "triton" and not fits_triton(run):
         return False
     groups = [
         {"params": [Parameter(p.detach().clone()) for p in group["params"]]}
         for group in old.param_groups
     ]
     options = {"state": old._storage.given, "rounding": old._storage.rounding}
-    new = life.algorithm.simple(groups, backend=target, **life.options, **options)
+    new = run.algorithm.simple(groups, backend=target, **run.options, **options)
     new.load_state_dict(saved)
     for p, q in zip(params_of(old), params_of(new), strict=True):
         kept, loaded = (o.state.get(x, {}).get(OWN) for o, x in ((old, p), (new, q)))
         assert (kept is None) == (loaded is None)
         assert kept is None or (torch.equal(loaded, kept) and loaded is not kept)
-    life.optimizer, life.frozen = new, set()
-    life.take(rng)
+    run.optimizer, run.frozen = new, set()
 
 
-def fits_triton(life: Life) -> bool:
+def fits_triton(run: Run) -> bool:
     """It takes float32 and halves, with float32 state."""
     tensors = [
-        *life.params,
-        *(s[k] for s in life.optimizer.state.values() for k in STATE if k in s),
+        *run.params,
+        *(s[k] for s in run.optimizer.state.values() for k in STATE if k in s),
     ]
     double = {torch.float64, torch.complex128, torch.int8, torch.uint8}
-    return life.kind != "narrow" and not any(t.dtype in double for t in tensors)
+    return run.kind != "narrow" and not any(t.dtype in double for t in tensors)
 
 
 @event()
-def the_backend_changes(life: Life, rng: random.Random) -> Any:
-    target = rng.choice(life.backends)
-    if target == "triton" and not fits_triton(life):
+def the_backend_changes(run: Run, rng: random.Random) -> Any:
+    target = rng.choice(run.backends)
+    if target == "triton" and not fits_triton(run):
         return False
-    life.optimizer.backend = target
-    life.take(rng)
+    run.optimizer.backend = target
 
 
 @event()
-def a_copy_takes_over(life: Life, rng: random.Random) -> None:
+def a_copy_takes_over(run: Run, rng: random.Random) -> None:
     """With a loss that is pending, too."""
-    life.optimizer.zero_grad()
+    run.optimizer.zero_grad()
     pending = rng.random() < 0.5
     if pending:
-        life.optimizer.add_loss(0.25)
-    if rng.random() < 0.5:
-        other = copy.deepcopy(life.optimizer)
-    else:
-        other = pickle.loads(pickle.dumps(life.optimizer))
-    life.optimizer._pending.clear()
-    life.optimizer, life.frozen = other, set()
-    if not pending:
-        return life.take(rng)
+        run.optimizer.add_loss(0.25)
+    copied = rng.choice((copy.deepcopy, lambda old: pickle.loads(pickle.dumps(old))))
+    other = copied(run.optimizer)
+    run.optimizer._pending.clear()
+    run.optimizer, run.frozen = other, set()
 
     def step(loss: float) -> None:
-        life.optimizer.add_loss(loss - 0.25)
-        life.optimizer.step()
+        run.optimizer.add_loss(loss - 0.25)
+        run.optimizer.step()
 
-    return life.take(rng, step)
+    if pending:
+        run.take(rng, step)
 
 
 # Real backward passes
 
 
 @event(4)
-def batches_are_discarded(life: Life, rng: random.Random) -> Any:
+def batches_are_discarded(run: Run, rng: random.Random) -> Any:
     """Cleared by a module, which the optimizer does not see, with a loss given for them."""
-    if life.frozen:
+    if run.frozen:
         return False
-    for p in life.params:
+    for p in run.params:
         if p.grad is not None and not is_dense(p.grad):
             p.grad = None  # autograd cannot add to an expanded one
-    module = torch.nn.ParameterList(life.params)
+    module = torch.nn.ParameterList(run.params)
     set_to_none, first, by_mean = (rng.random() < 0.5 for _ in range(3))
-    give = life.optimizer.set_loss if by_mean else life.optimizer.add_loss
+    give = run.optimizer.set_loss if by_mean else run.optimizer.add_loss
     module.zero_grad(set_to_none=set_to_none)
     for _ in range(rng.randint(1, 3)):
-        backward(life, rng, give, [1000.0], first)
+        backward(run, rng, give, [1000.0], first)
     module.zero_grad(set_to_none=set_to_none)
 
-    pair = Pair(life.algorithm, life.optimizer, **life.options)
-    start = [np.abs(real64(p)) for p in life.params]
-    loss, parts = life.new_loss(rng), rng.randint(1, 3)
+    pair = run.start()
+    loss, parts = run.new_loss(rng), rng.randint(1, 3)
     shares = [loss] * parts if by_mean else [loss / parts] * parts
-    backward(life, rng, give, shares, first)
+    backward(run, rng, give, shares, first)
     pair.expect(loss)
-    life.optimizer.step(*rng.choice(((), (lambda: None,))))
-    life.steps += 1
-    if life.kind == "wide":
-        life.compare(pair, start)
-    else:
-        pair.check_step()
+    run.optimizer.step(*rng.choice(((), (lambda: None,))))
+    run.steps += 1
+    run.compare(pair)
     module.zero_grad()
 
 
 def backward(
-    life: Life, rng: random.Random, give: Callable[[float], None], shares: list[float], first: bool
+    run: Run, rng: random.Random, give: Callable[[float], None], shares: list[float], first: bool
 ) -> None:
     """Of one micro-batch for each share, which reaches every parameter."""
     for share in shares:
         if first:
             give(share)
-        grads = [torch.randn(p.shape, generator=life.generator, dtype=p.dtype) for p in life.params]
-        torch.autograd.backward(life.params, [g / len(shares) for g in grads])
+        grads = [torch.randn(p.shape, generator=run.generator, dtype=p.dtype) for p in run.params]
+        torch.autograd.backward(run.params, [g / len(shares) for g in grads])
         if not first:
             give(share)
 
@@ -556,11 +568,11 @@ def backward(
 
 
 @event(2)
-def the_loss_comes_another_way(life: Life, rng: random.Random) -> None:
+def the_loss_comes_another_way(run: Run, rng: random.Random) -> None:
     way = rng.choice(("closure", "set", "add", "tensor", "closure and add"))
 
     def step(loss: float) -> None:
-        optimizer = life.optimizer
+        optimizer = run.optimizer
         if way == "closure":
             optimizer.step(lambda: torch.tensor(loss, dtype=torch.float64))
         elif way == "set":
@@ -577,131 +589,99 @@ def the_loss_comes_another_way(life: Life, rng: random.Random) -> None:
             optimizer.add_loss(loss)
             optimizer.step(lambda: None)
 
-    life.take(rng, step)
+    run.take(rng, step)
 
 
 @event()
-def the_loss_is_scaled(life: Life, rng: random.Random) -> None:
+def the_loss_is_scaled(run: Run, rng: random.Random) -> None:
     """As a GradScaler hands it over."""
-    scale = float(2 ** rng.randint(0, 6))
-    pair = Pair(life.algorithm, life.optimizer, **life.options)
-    before = [np.abs(real64(p)) for p in life.params]
-    life.give_gradients(rng, scale)
-    loss = life.new_loss(rng)
+    scale, pair = float(2 ** rng.randint(0, 6)), run.start()
+    run.give_gradients(rng, scale)
+    loss = run.new_loss(rng)
     pair.expect(loss, grad_scale=scale)
-    life.optimizer.grad_scale, life.optimizer.found_inf = torch.tensor(scale), torch.zeros(())
-    try:
-        life.optimizer.step(loss=loss)
-    finally:
-        forget_the_scale(life)
-    life.steps += 1
-    if life.kind == "wide":
-        life.compare(pair, before)
-    else:
-        pair.check_step(life.slack)
-
-
-def forget_the_scale(life: Life) -> None:
-    """As a GradScaler does, if the step has not done so itself."""
-    for name in ("grad_scale", "found_inf"):
-        life.optimizer.__dict__.pop(name, None)
+    with run.scaler(scale):
+        run.optimizer.step(loss=loss)
+    run.steps += 1
+    run.compare(pair)
 
 
 @event()
-def a_thread_steps(life: Life, rng: random.Random) -> None:
-    problems: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            life.take(rng)
-        except BaseException as problem:
-            problems.append(problem)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if problems:
-        raise problems[0]
+def a_thread_steps(run: Run, rng: random.Random) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run.take, rng).result()
 
 
 @event()
-def the_default_device_is_another_one(life: Life, rng: random.Random) -> None:
+def the_default_device_is_another_one(run: Run, rng: random.Random) -> None:
     def step(loss: float) -> None:
         torch.set_default_device("meta")
         try:
-            life.optimizer.step(loss=loss)
+            run.optimizer.step(loss=loss)
         finally:
             torch.set_default_device(None)
 
-    life.take(rng, step)
+    run.take(rng, step)
 
 
 @event()
-def a_step_in_inference_mode(life: Life, rng: random.Random) -> None:
+def a_step_in_inference_mode(run: Run, rng: random.Random) -> None:
     def step(loss: float) -> None:
         with torch.inference_mode():
-            life.optimizer.step(loss=loss)
+            run.optimizer.step(loss=loss)
 
-    life.take(rng, step)
+    run.take(rng, step)
 
 
 # Bad numbers and refused steps
 
 
 @event()
-def a_bad_loss(life: Life, rng: random.Random) -> Any:
-    if not life.give_gradients(rng):
+def a_bad_loss(run: Run, rng: random.Random) -> Any:
+    if not run.give_gradients(rng):
         return False
-    with life.nothing_changes():
-        life.skip(lambda: life.optimizer.step(loss=rng.choice((NAN, INF, -INF))))
-    life.take(rng)
+    with unchanged(run.optimizer):
+        run.skip(lambda: run.optimizer.step(loss=rng.choice((NAN, INF, -INF))))
 
 
 @event()
-def an_overflow_of_the_scaler(life: Life, rng: random.Random) -> Any:
-    if not life.give_gradients(rng):
+def an_overflow_of_the_scaler(run: Run, rng: random.Random) -> Any:
+    if not run.give_gradients(rng):
         return False
-    life.optimizer.grad_scale, life.optimizer.found_inf = torch.tensor(4.0), torch.ones(())
-    try:
-        with life.nothing_changes():
-            life.skip(lambda: life.optimizer.step(loss=life.new_loss(rng)))
-    finally:
-        forget_the_scale(life)
-    life.take(rng)
+    with run.scaler(4.0, overflow=True), unchanged(run.optimizer):
+        run.skip(lambda: run.optimizer.step(loss=run.new_loss(rng)))
 
 
 @event()
-def a_bad_gradient(life: Life, rng: random.Random) -> Any:
-    life.give_gradients(rng)
-    there = [p for p in life.params if p.grad is not None and p.numel()]
+def a_bad_gradient(run: Run, rng: random.Random) -> Any:
+    run.give_gradients(rng)
+    there = [p for p in run.params if p.grad is not None and p.numel()]
     if not there:
         return False
     p = rng.choice(there)
     p.grad = p.grad.clone(memory_format=torch.contiguous_format)
     place = rng.randrange(p.numel())
     p.grad.view(-1)[place] = rng.choice((NAN, INF, -INF))
-    loss = life.new_loss(rng)
-    if life.algorithm.coordinate and life.optimizer.max_grad_norm is None:
+    loss = run.new_loss(rng)
+    if run.algorithm.coordinate and run.optimizer.max_grad_norm is None:
         old = p.detach().clone().reshape(-1)
-        life.skip(lambda: life.optimizer.step(loss=loss))
+        run.skip(lambda: run.optimizer.step(loss=loss))
         kept = p.detach().reshape(-1)[place]
         assert torch.equal(kept.real, old[place].real)  # a complex number is two coordinates
     else:
-        with life.nothing_changes():
-            life.skip(lambda: life.optimizer.step(loss=loss))
-    for q in life.params:
-        numbers = numbers_in(life.optimizer, q)
+        with unchanged(run.optimizer):
+            run.skip(lambda: run.optimizer.step(loss=loss))
+    for q in run.params:
+        numbers = numbers_in(run.optimizer, q)
         assert all(torch.as_tensor(t).isfinite().all() for t in (q, *numbers.values()))
-    life.take(rng)
 
 
 @event()
-def a_step_is_refused(life: Life, rng: random.Random) -> Any:
-    if not life.give_gradients(rng):
+def a_step_is_refused(run: Run, rng: random.Random) -> Any:
+    if not run.give_gradients(rng):
         return False
-    optimizer = life.optimizer
+    optimizer = run.optimizer
     below = optimizer.loss_floor - 1.0
-    with life.nothing_changes():
+    with unchanged(run.optimizer):
         kind, wrong = rng.choice(
             (
                 (ValueError, lambda: optimizer.step(loss=below)),
@@ -713,41 +693,34 @@ def a_step_is_refused(life: Life, rng: random.Random) -> Any:
         )
         with pytest.raises(kind):
             wrong()
-    assert int(optimizer.skipped_steps) == life.skipped
-    life.take(rng)
+    assert int(optimizer.skipped_steps) == run.skipped
 
 
 @event()
-def a_gradient_of_another_kind_is_refused(life: Life, rng: random.Random) -> Any:
+def a_gradient_of_another_kind_is_refused(run: Run, rng: random.Random) -> Any:
     """Complex where the parameter is real, or the other way round."""
     if not hasattr(torch.Tensor, "grad_dtype"):
         return False
-    life.give_gradients(rng)
-    p, _ = life.one(rng)
+    run.give_gradients(rng)
+    p, _ = run.one(rng)
     kept, p.grad_dtype = p.grad, None
     dtype = p.dtype.to_real() if p.is_complex() else COMPLEX.get(p.dtype, torch.complex64)
     p.grad = torch.zeros(p.shape, dtype=dtype)
-    with life.nothing_changes(), pytest.raises(TypeError, match="both must be real or both"):
-        life.optimizer.step(loss=life.new_loss(rng))
+    with unchanged(run.optimizer), pytest.raises(TypeError, match="both must be real or both"):
+        run.optimizer.step(loss=run.new_loss(rng))
     p.grad = kept
-    life.take(rng)
 
 
 @event()
-def state_that_does_not_fit_is_refused(life: Life, rng: random.Random) -> Any:
-    p, state = life.one(rng)
+def state_that_does_not_fit_is_refused(run: Run, rng: random.Random) -> Any:
+    p, state = run.one(rng)
     keys = [key for key in STATE if key in state]
-    life.give_gradients(rng)
+    run.give_gradients(rng)
     if not keys or not p.numel():
         return False
     key = rng.choice(keys)
     kept = state[key]
     state[key] = kept.new_zeros(p.numel() + 1)
     with pytest.raises(ValueError, match="has shape"):
-        life.optimizer.step(loss=life.new_loss(rng))
+        run.optimizer.step(loss=run.new_loss(rng))
     state[key] = kept
-    life.take(rng)
-
-
-def counted(events: Counter[str]) -> str:
-    return "\n".join(f"{count:>10,}  {name}" for name, count in events.most_common())

@@ -1,4 +1,4 @@
-"""Short lives of optimizers, written by hypothesis; `make soak` lives many more of them."""
+"""Short randomised runs of optimizers, drawn by hypothesis; `make soak` makes many more of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from conftest import runnable_backends
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from life import EVENTS, Life
+from randomised import Run, event
 
 from ngn_kernels import SkippedStepWarning
 
@@ -21,7 +21,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(seed=SEEDS)
     def begin(self, seed: int) -> None:
-        self.life = Life(seed, tuple(runnable_backends()))
+        self.run = Run(seed, tuple(runnable_backends()))
 
 
 def rule_of(name: str) -> Any:
@@ -29,16 +29,16 @@ def rule_of(name: str) -> Any:
     def happens(self: Machine, seed: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error", SkippedStepWarning)
-            self.life.live(name, seed)
+            self.run.happen(name, seed)
 
     return happens
 
 
-for name in EVENTS:
+for name in event.functions:
     setattr(Machine, name.replace(" ", "_"), rule_of(name))
 
 
-def test_a_life_at_random() -> None:
+def test_a_randomised_run() -> None:
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None)
     )
@@ -46,13 +46,13 @@ def test_a_life_at_random() -> None:
 
 def test_every_event_happens() -> None:
     """To some optimizer at least, so that no event is there for show."""
-    missing = set(EVENTS)
+    missing = set(event.functions)
     for seed in range(40):
-        life = Life(seed, tuple(name for name in runnable_backends() if name != "triton"))
-        life.live("steps", seed)
+        run = Run(seed, tuple(name for name in runnable_backends() if name != "triton"))
+        run.happen("steps", seed)
         with warnings.catch_warnings():
             warnings.simplefilter("error", SkippedStepWarning)
-            missing = {name for name in missing if not life.live(name, seed)}
+            missing = {name for name in missing if not run.happen(name, seed)}
         if not missing:
             break
     assert not missing

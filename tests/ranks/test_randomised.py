@@ -6,20 +6,21 @@ from collections import Counter
 
 import pytest
 
-from ranks.life import EVENTS
 from ranks.pool import Pool
+from ranks.randomised import event
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_life_at_random(size: int) -> None:
+def test_a_randomised_run(size: int) -> None:
     """Pools of its own: process groups are destroyed in it."""
     pool, happened = Pool(size), Counter[str]()
     try:
         for seed in range(14 if size < 4 else 8):
-            answers = pool.run("ranks.life", "live", seed=seed, events=12, port=pool.store.port)
-            assert len({held for *_, held in answers}) == 1, f"replicas differ after life {seed}"
+            task = {"seed": seed, "events": 12, "port": pool.store.port}
+            answers = pool.run("ranks.randomised", "randomised_run", **task)
+            assert len({held for *_, held in answers}) == 1, f"replicas differ after run {seed}"
             happened += answers[0][1]
     finally:
         pool.kill()
-    missing = set(EVENTS) - set(happened)
+    missing = set(event.functions) - set(+happened)
     assert not missing or size == 4, missing

@@ -1,0 +1,26 @@
+"""Steps with random gradients, plain and beside the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from algorithms import Algorithm
+from helpers import params_of, random_gradients
+from pair import Pair
+from torch import Tensor
+
+
+def train(
+    optimizer: Any, *seeds: int, loss: float = 1.0, params: Iterable[Tensor] | None = None
+) -> None:
+    """A step for each seed, with random gradients of all parameters or of these."""
+    for seed in seeds:
+        random_gradients(params_of(optimizer) if params is None else params, seed=seed)
+        optimizer.step(loss=loss)
+
+
+def check_next_step(algorithm: Algorithm, optimizer: Any, seed: int = 7, loss: float = 0.8) -> None:
+    """One step beside the oracle, from wherever the optimizer is now."""
+    random_gradients(params_of(optimizer), seed=seed)
+    Pair(algorithm, optimizer).checked_step(loss)
