@@ -1,8 +1,9 @@
 """Drop-in PyTorch optimizers for the NGN step-size family, on fused kernels."""
 
 from . import trainers
-from .optimizer import NGNOptimizer, SkippedStepWarning
+from .optimizer import NGNOptimizer, SkippedStepError, SkippedStepWarning
 from .optimizers import NGN, NGND, NGNM, DecNGNMDv1, NGNMDv1, NGNMDv1W, NGNMDv2
+from .parameter_groups import groups
 from .version import __version__
 
 __all__ = [
@@ -14,7 +15,14 @@ __all__ = [
     "NGNMDv1W",
     "NGNMDv2",
     "NGNOptimizer",
+    "SkippedStepError",
     "SkippedStepWarning",
     "__version__",
+    "groups",
     "trainers",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names; the modules behind them are internal."""
+    return __all__

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .adamw import is_adamw_state
 from .distributed.dtensors import is_sharded, local
 from .formats import REMAINDER, Format, Storage, rounding_of, scale_key
 from .options import check_group
@@ -53,6 +54,11 @@ def load(
     storage: Storage,
 ) -> Loaded:
     """What an optimizer with these groups and parameters takes over; raises if it does not fit."""
+    if is_adamw_state(state_dict):
+        raise ValueError(
+            "the loaded state is AdamW's: write optimizer.load_adamw_state_dict(state_dict), which "
+            "takes its second moments, its momentum and its step counts over"
+        )
     groups = deepcopy(list(state_dict["param_groups"]))
     check_loadable(groups, current, defaults)
     saved_names = [saved for group in groups for saved in group["params"]]
@@ -109,12 +115,13 @@ def check_loadable(
             f"{len(current)}: build the optimizer with the same groups first"
         )
     for i, (theirs, ours) in enumerate(zip(loaded, current, strict=True)):
-        if theirs.get("algorithm") != algorithm:
-            source = theirs.get("algorithm", "another optimizer")
+        source = theirs.get("algorithm", "another optimizer")
+        if RULES.get(source) != RULES[algorithm]:
             raise ValueError(
-                f"the loaded state is from {source} and this is {algorithm}: "
-                "load it into the algorithm it came from"
+                f"the loaded state is from {source} and this is {algorithm}, which keeps another "
+                f"state: go on with {source}, or begin {algorithm} without this state"
             )
+        theirs["algorithm"] = algorithm
         if len(theirs["params"]) != len(ours["params"]):
             raise ValueError(
                 f"group {i} of the loaded state has {len(theirs['params'])} parameters and the "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
 from .checkpoint import SAVED, LoadedInto, load, plain_state
-from .distributed.dtensors import is_sharded
+from .distributed.dtensors import is_sharded, local
 from .distributed.exchange import ALONE, NOTHING_AGREED, Agreement, Alone, Exchange, Ranks, add_up
 from .formats import Storage
 from .hooks import entrance
@@ -26,22 +27,22 @@ from .options import (
     SAVED_OPTIONS,
     check_group,
     check_group_names,
-    options_of,
     require,
     usable_lr,
 )
 from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misplaced
 from .planning.rows import Participant
-from .planning.tables import DeviceTables, GroupValues, StepOptions
+from .planning.tables import DeviceTables, GroupValues, Skips, StepOptions
 from .rules import RULES, Rule, rule_of
+
+Returned = TypeVar("Returned")
 
 # What makes optimizers create their state by a step at lr 0.
 INITIALISES_STATE = "torch.distributed.checkpoint.state_dict._init_optim_state"
 
 WARNINGS = {
     Reason.AMP_OVERFLOW: "the gradient scaler found an overflow; the step was skipped",
-    Reason.LOSS_NOT_FINITE: "the loss is not finite (on several GPUs also: a rank raised an error, "
-    "or the ranks disagree on what they do); the step was skipped",
+    Reason.LOSS_NOT_FINITE: "the loss is not finite; the step was skipped",
     Reason.LOSS_BELOW_FLOOR: "the loss is below loss_floor; the step was skipped: "
     "pass a loss_floor that the loss never falls below",
     Reason.GRADIENT_NOT_FINITE: "a gradient, or the sum of squared gradients, is not finite; "
@@ -50,9 +51,15 @@ WARNINGS = {
     "or an overflow of the storage type) and kept their old values",
 }
 
+OR_A_RANK = "(or, on GPUs, a rank raised an error or the ranks disagree on what they do)"
+
 
 class SkippedStepWarning(RuntimeWarning):
     """A step, or some of its elements, left everything as it was."""
+
+
+class SkippedStepError(RuntimeError):
+    """The same, where ``on_skip`` or ``max_skipped_steps`` says that it is an error."""
 
 
 class NGNOptimizer(Optimizer):
@@ -67,6 +74,8 @@ class NGNOptimizer(Optimizer):
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
         decay_form: "paper": weight decay enters the momentum; "adamw": it is taken off the parameter
             beside the step, as AdamW does.
+        on_skip: what a skipped step does: "warn", "raise" a :class:`SkippedStepError`, or "ignore".
+        max_skipped_steps: raise after this many skipped steps in a row, whatever ``on_skip`` says.
         backend: "auto", "triton", "cpu" or "reference".
         reduce_group: the ranks that share one step size: "auto" (all of torch.distributed's, if
             there are several), a process group, or None for this process alone.
@@ -84,9 +93,10 @@ class NGNOptimizer(Optimizer):
     _storage = Storage()
 
     def __new__(cls, *args: Any, **options: Any) -> NGNOptimizer:
-        known = options_of(cls)
+        known = inspect.signature(cls.__init__).parameters
+        passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
         for name in options:
-            if name not in known:
+            if name not in known and (name in FOREIGN_OPTIONS or not passes_on):
                 listed = ", ".join(n for n in known if n not in ("self", "params", "defaults"))
                 advice = FOREIGN_OPTIONS.get(name, f"its options are {listed}")
                 raise TypeError(f"{cls.__name__} has no option {name}: {advice}")
@@ -101,6 +111,8 @@ class NGNOptimizer(Optimizer):
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
         decay_form: str = "paper",
+        on_skip: str = "warn",
+        max_skipped_steps: int | None = None,
         backend: str = "auto",
         state: str | tuple[str, str] = "float32",
         rounding: str = "nearest",
@@ -115,6 +127,8 @@ class NGNOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self._own_rule = rule_of(defaults["algorithm"], decay_form)
         self._decay_form = decay_form
+        self.on_skip = on_skip
+        self.max_skipped_steps = max_skipped_steps
         self.backend = backend
         self._pending = PendingLoss()  # one object, which proxies that copy __dict__ share
         self._skipped_before = 0
@@ -127,6 +141,7 @@ class NGNOptimizer(Optimizer):
         self._tables: dict[torch.device, DeviceTables] = {}
         self._home: DeviceTables | None = None
         self._has_grad_norm = False
+        self._overdue: SkippedStepError | None = None
         self._last_exchange: Exchange | Alone = ALONE
         self._agreed: tuple[Any, Agreement] = (None, NOTHING_AGREED)
         self._checked: Any = None
@@ -172,6 +187,26 @@ class NGNOptimizer(Optimizer):
         self._own_rule = rule_of(self.defaults["algorithm"], value)
         self._decay_form = value
         self._set_rule(self.rule.momentum)
+
+    @property
+    def on_skip(self) -> str:
+        return self._on_skip
+
+    @on_skip.setter
+    def on_skip(self, value: str) -> None:
+        if value not in ("warn", "raise", "ignore"):
+            raise ValueError(f'on_skip={value!r}: must be "warn", "raise" or "ignore"')
+        self._on_skip = value
+
+    @property
+    def max_skipped_steps(self) -> int | None:
+        return self._max_skipped_steps
+
+    @max_skipped_steps.setter
+    def max_skipped_steps(self, value: int | None) -> None:
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"max_skipped_steps={value!r}: must be None or a number from 1 on")
+        self._max_skipped_steps = value
 
     @property
     def backend(self) -> str:
@@ -334,6 +369,16 @@ class NGNOptimizer(Optimizer):
 
     # The step
 
+    @overload  # type: ignore[override]  # torch's has no loss
+    def step(
+        self, closure: None = None, *, loss: float | Tensor | None = None
+    ) -> float | Tensor | None: ...
+
+    @overload
+    def step(
+        self, closure: Callable[[], Returned], *, loss: float | Tensor | None = None
+    ) -> Returned: ...
+
     @entrance
     def step(
         self, closure: Callable[[], Any] | None = None, *, loss: float | Tensor | None = None
@@ -352,6 +397,8 @@ class NGNOptimizer(Optimizer):
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
             exchange = self._exchange()
             try:
+                if self._overdue is not None:
+                    self._raise_overdue()
                 given, value = self._pending.of_step(closure, loss, self.param_groups)
                 plan = self._prepare(value, exchange, closure is not None)
                 if plan is None or not add_up(plan, exchange, value is not None):
@@ -361,7 +408,9 @@ class NGNOptimizer(Optimizer):
             plan.apply()
             plan.finish()
             self._home, self._has_grad_norm = plan.home, plan.computes_norm
-            self._warn_of(plan.home.report.poll_skip_reason())
+            skips = plan.home.report.poll_skips()
+            if skips is not None:
+                self._tell_of_skips(skips, exchange)
             return given
 
     def _exchange(self) -> Exchange | Alone:
@@ -464,9 +513,39 @@ class NGNOptimizer(Optimizer):
                 f"loss >= loss_floor, pass {type(self).__name__}(..., loss_floor=...) that holds"
             )
 
-    def _warn_of(self, reason: Reason) -> None:
-        if reason is not Reason.NONE:
-            warn(f"{type(self).__name__}: {WARNINGS[reason]}", SkippedStepWarning)
+    def _tell_of_skips(self, skips: Skips, exchange: Exchange | Alone) -> None:
+        """Warn or raise; with other ranks all raise together, at the beginning of the next step."""
+        limit = self._max_skipped_steps
+        too_many = limit is not None and skips.in_a_row >= limit
+        if self._on_skip == "ignore" and not too_many:
+            return
+        message = f"{type(self).__name__}: {self._described(skips.reason, exchange)}"
+        if too_many:
+            message += f" ({skips.in_a_row} steps in a row; max_skipped_steps={limit})"
+        elif self._on_skip == "warn":
+            warn(message, SkippedStepWarning)
+            return
+        error = SkippedStepError(message)
+        if exchange is ALONE:
+            raise error
+        self._overdue = error
+
+    def _raise_overdue(self) -> NoReturn:
+        error, self._overdue = self._overdue, None
+        assert error is not None
+        raise error
+
+    def _described(self, reason: Reason, exchange: Exchange | Alone) -> str:
+        """What happened, with the parameter where the host can see it."""
+        message = WARNINGS[reason]
+        if reason is Reason.LOSS_NOT_FINITE and exchange is not ALONE:
+            message += f" {OR_A_RANK}"
+        if reason is Reason.GRADIENT_NOT_FINITE:
+            for group, place, param in self._all_params():
+                grad = None if param.grad is None else local(param.grad)
+                if grad is not None and grad.is_cpu and not grad.isfinite().all():
+                    return f"{message} (the gradient of {self._label(group, place)} is not)"
+        return message
 
     def _draft(self, known: Plan | None = None) -> Draft:
         """Of parameters that take part, or of those alone that join a plan which is right otherwise."""
@@ -548,6 +627,32 @@ class NGNOptimizer(Optimizer):
             total += tables.report.counts[Count.SKIPPED].to(device)
         return total
 
+    def metrics(self, as_floats: bool = False, prefix: str = "ngn") -> dict[str, Any]:
+        """What the last applied step did, by the names that trainers log; without waiting for a GPU.
+
+        Args:
+            as_floats: numbers for ``json`` and the like, which wait for a GPU.
+            prefix: what the names begin with.
+
+        Returns:
+            ``ngn/shrink``, ``ngn/step_size`` (and ``ngn/step_size/1`` of a second group),
+            ``ngn/grad_norm`` and ``ngn/skipped_steps``, without what this optimizer has not.
+        """
+        found: dict[str, Any] = {}
+        sizes = self._sizes()
+        if sizes is not None:
+            found["shrink"] = sizes[Size.SHRINK]
+            for group, size in enumerate(sizes[Size.STEP_SIZES :].unbind()):
+                found[f"step_size/{group}" if group else "step_size"] = size
+        norm = self.grad_norm
+        if norm is not None:
+            found["grad_norm"] = norm
+        found["skipped_steps"] = self.skipped_steps
+        return {
+            f"{prefix}/{name}": value.item() if as_floats else value
+            for name, value in found.items()
+        }
+
     # Saving and loading
 
     def __getstate__(self) -> dict[str, Any]:
@@ -557,6 +662,8 @@ class NGNOptimizer(Optimizer):
             "_loss_target": self._loss_target,
             "_max_grad_norm": self._max_grad_norm,
             "_decay_form": self._decay_form,
+            "_on_skip": self._on_skip,
+            "_max_skipped_steps": self._max_skipped_steps,
             "_own_rule": self._own_rule,
             "_backend": self._backend,
             "_ranks": self._ranks,

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
+from .adamw import groups_from_adamw, state_for_adamw, state_from_adamw
 from .optimizer import NGNOptimizer
-from .options import Options
+from .rules import RULES
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self
 
 
 class NGN(NGNOptimizer):
@@ -32,7 +34,8 @@ class NGN(NGNOptimizer):
         weight_decay: l, decoupled.
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr, as in the paper.
-        options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
+
+    The other options are the same for all algorithms: :class:`NGNOptimizer` explains them.
 
     Example:
         >>> import torch
@@ -53,10 +56,36 @@ class NGN(NGNOptimizer):
         *,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
-        **options: Unpack[Options],
+        loss_floor: float = 0.0,
+        loss_target: float = 0.0,
+        max_grad_norm: float | None = None,
+        decay_form: str = "paper",
+        on_skip: str = "warn",
+        max_skipped_steps: int | None = None,
+        backend: str = "auto",
+        state: str | tuple[str, str] = "float32",
+        rounding: str = "nearest",
+        reduce_group: Any = "auto",
+        replicas: int | None = None,
+        loss_reduction: str = "mean",
     ) -> None:
         defaults = dict(lr=lr, weight_decay=weight_decay, step_cap=step_cap, algorithm="NGN")
-        super().__init__(params, defaults, **options)
+        super().__init__(
+            params,
+            defaults,
+            loss_floor=loss_floor,
+            loss_target=loss_target,
+            max_grad_norm=max_grad_norm,
+            decay_form=decay_form,
+            on_skip=on_skip,
+            max_skipped_steps=max_skipped_steps,
+            backend=backend,
+            state=state,
+            rounding=rounding,
+            reduce_group=reduce_group,
+            replicas=replicas,
+            loss_reduction=loss_reduction,
+        )
 
 
 class NGNM(NGNOptimizer):
@@ -75,7 +104,8 @@ class NGNM(NGNOptimizer):
         weight_decay: l, decoupled; it enters the momentum.
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr, as in the paper.
-        options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
+
+    The other options are the same for all algorithms: :class:`NGNOptimizer` explains them.
     """
 
     def __init__(
@@ -86,7 +116,18 @@ class NGNM(NGNOptimizer):
         *,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
-        **options: Unpack[Options],
+        loss_floor: float = 0.0,
+        loss_target: float = 0.0,
+        max_grad_norm: float | None = None,
+        decay_form: str = "paper",
+        on_skip: str = "warn",
+        max_skipped_steps: int | None = None,
+        backend: str = "auto",
+        state: str | tuple[str, str] = "float32",
+        rounding: str = "nearest",
+        reduce_group: Any = "auto",
+        replicas: int | None = None,
+        loss_reduction: str = "mean",
     ) -> None:
         defaults = dict(
             lr=lr,
@@ -95,7 +136,22 @@ class NGNM(NGNOptimizer):
             step_cap=step_cap,
             algorithm="NGNM",
         )
-        super().__init__(params, defaults, **options)
+        super().__init__(
+            params,
+            defaults,
+            loss_floor=loss_floor,
+            loss_target=loss_target,
+            max_grad_norm=max_grad_norm,
+            decay_form=decay_form,
+            on_skip=on_skip,
+            max_skipped_steps=max_skipped_steps,
+            backend=backend,
+            state=state,
+            rounding=rounding,
+            reduce_group=reduce_group,
+            replicas=replicas,
+            loss_reduction=loss_reduction,
+        )
 
 
 class NGND(NGNOptimizer):
@@ -115,7 +171,8 @@ class NGND(NGNOptimizer):
         weight_decay: l, decoupled.
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr, as in the paper.
-        options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
+
+    The other options are the same for all algorithms: :class:`NGNOptimizer` explains them.
     """
 
     def __init__(
@@ -128,7 +185,18 @@ class NGND(NGNOptimizer):
         *,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
-        **options: Unpack[Options],
+        loss_floor: float = 0.0,
+        loss_target: float = 0.0,
+        max_grad_norm: float | None = None,
+        decay_form: str = "paper",
+        on_skip: str = "warn",
+        max_skipped_steps: int | None = None,
+        backend: str = "auto",
+        state: str | tuple[str, str] = "float32",
+        rounding: str = "nearest",
+        reduce_group: Any = "auto",
+        replicas: int | None = None,
+        loss_reduction: str = "mean",
     ) -> None:
         if preconditioner not in (None, "rms"):
             raise ValueError(f'preconditioner={preconditioner!r}: must be None or "rms"')
@@ -141,13 +209,75 @@ class NGND(NGNOptimizer):
             step_cap=step_cap,
             algorithm=algorithm,
         )
-        super().__init__(params, defaults, **options)
+        super().__init__(
+            params,
+            defaults,
+            loss_floor=loss_floor,
+            loss_target=loss_target,
+            max_grad_norm=max_grad_norm,
+            decay_form=decay_form,
+            on_skip=on_skip,
+            max_skipped_steps=max_skipped_steps,
+            backend=backend,
+            state=state,
+            rounding=rounding,
+            reduce_group=reduce_group,
+            replicas=replicas,
+            loss_reduction=loss_reduction,
+        )
 
 
 class _MomentumAndRms(NGNOptimizer):
-    """The constructor that the MD family shares."""
+    """What the MD family shares: the constructor, and the ways from AdamW and back."""
 
     algorithm: str
+
+    @classmethod
+    def from_adamw(
+        cls, adamw: Optimizer, *, lr: float | Tensor | None = None, **options: Any
+    ) -> Self:
+        """Go on where a ``torch.optim.AdamW`` is, with the same parameters.
+
+        Groups keep their lr, betas, eps, weight decay and own keys; state is taken over as
+        ``load_adamw_state_dict`` does it. Weight decay acts as before (``decay_form="adamw"``),
+        unless the options say otherwise; NGNMDv1W has a form of its own.
+
+        Args:
+            adamw: the optimizer so far.
+            lr: for all groups, in place of theirs.
+            options: of this optimizer, such as ``loss_target``.
+        """
+        if not RULES[cls.algorithm].regularised:
+            options.setdefault("decay_form", "adamw")
+        optimizer = cls(groups_from_adamw(adamw), **options)
+        if adamw.state:
+            optimizer.load_adamw_state_dict(adamw.state_dict())
+        if lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        return optimizer
+
+    def load_adamw_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what a ``torch.optim.AdamW`` with the same groups saved.
+
+        The second moment and the step count are the same here. The momentum becomes the
+        displacement that AdamW would have gone on with, lr exp_avg / D: the next step goes on in the
+        direction of the last one. Groups take AdamW's lr, betas, eps and weight decay.
+        """
+        converted = state_from_adamw(state_dict, self.param_groups, self.defaults["algorithm"])
+        self.load_state_dict(converted)
+
+    def adamw_state_dict(self) -> dict[str, Any]:
+        """A ``state_dict`` that a ``torch.optim.AdamW`` with the same groups loads.
+
+        The way back of ``load_adamw_state_dict``: exp_avg = m D / gamma, with gamma of the last step,
+        or lr where there was none. With ``decay_form="paper"`` the momentum has decay in it, which
+        AdamW then takes for gradients until it has forgotten it.
+        """
+        lrs = [float(group["lr"]) for group in self.param_groups]
+        sizes = [float(size) for size in self.step_sizes() or lrs]
+        gammas = [size if size > 0 else lr for size, lr in zip(sizes, lrs, strict=True)]
+        return state_for_adamw(self.state_dict(), gammas)
 
     def __init__(
         self,
@@ -158,7 +288,18 @@ class _MomentumAndRms(NGNOptimizer):
         *,
         weight_decay: float = 0.0,
         step_cap: float | None = None,
-        **options: Unpack[Options],
+        loss_floor: float = 0.0,
+        loss_target: float = 0.0,
+        max_grad_norm: float | None = None,
+        decay_form: str = "paper",
+        on_skip: str = "warn",
+        max_skipped_steps: int | None = None,
+        backend: str = "auto",
+        state: str | tuple[str, str] = "float32",
+        rounding: str = "nearest",
+        reduce_group: Any = "auto",
+        replicas: int | None = None,
+        loss_reduction: str = "mean",
     ) -> None:
         defaults = dict(
             lr=lr,
@@ -168,7 +309,22 @@ class _MomentumAndRms(NGNOptimizer):
             step_cap=step_cap,
             algorithm=self.algorithm,
         )
-        super().__init__(params, defaults, **options)
+        super().__init__(
+            params,
+            defaults,
+            loss_floor=loss_floor,
+            loss_target=loss_target,
+            max_grad_norm=max_grad_norm,
+            decay_form=decay_form,
+            on_skip=on_skip,
+            max_skipped_steps=max_skipped_steps,
+            backend=backend,
+            state=state,
+            rounding=rounding,
+            reduce_group=reduce_group,
+            replicas=replicas,
+            loss_reduction=loss_reduction,
+        )
 
 
 class NGNMDv1(_MomentumAndRms):
@@ -189,7 +345,8 @@ class NGNMDv1(_MomentumAndRms):
         weight_decay: l, decoupled; it enters the momentum.
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr, as in the paper.
-        options: what all algorithms take, such as ``max_grad_norm``: :class:`NGNOptimizer`.
+
+    The other options are the same for all algorithms: :class:`NGNOptimizer` explains them.
     """
 
     algorithm = "NGNMDv1"
@@ -218,8 +375,48 @@ class DecNGNMDv1(_MomentumAndRms):
 
     algorithm = "DecNGNMDv1"
 
-    def __init__(self, params: Any, *args: Any, weight_decay: float = 1e-2, **kwargs: Any) -> None:
-        super().__init__(params, *args, weight_decay=weight_decay, **kwargs)
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        weight_decay: float = 1e-2,
+        step_cap: float | None = None,
+        loss_floor: float = 0.0,
+        loss_target: float = 0.0,
+        max_grad_norm: float | None = None,
+        decay_form: str = "paper",
+        on_skip: str = "warn",
+        max_skipped_steps: int | None = None,
+        backend: str = "auto",
+        state: str | tuple[str, str] = "float32",
+        rounding: str = "nearest",
+        reduce_group: Any = "auto",
+        replicas: int | None = None,
+        loss_reduction: str = "mean",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay=weight_decay,
+            step_cap=step_cap,
+            loss_floor=loss_floor,
+            loss_target=loss_target,
+            max_grad_norm=max_grad_norm,
+            decay_form=decay_form,
+            on_skip=on_skip,
+            max_skipped_steps=max_skipped_steps,
+            backend=backend,
+            state=state,
+            rounding=rounding,
+            reduce_group=reduce_group,
+            replicas=replicas,
+            loss_reduction=loss_reduction,
+        )
 
 
 class NGNMDv1W(_MomentumAndRms):
@@ -239,5 +436,45 @@ class NGNMDv1W(_MomentumAndRms):
 
     algorithm = "NGNMDv1W"
 
-    def __init__(self, params: Any, *args: Any, weight_decay: float = 1e-2, **kwargs: Any) -> None:
-        super().__init__(params, *args, weight_decay=weight_decay, **kwargs)
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        weight_decay: float = 1e-2,
+        step_cap: float | None = None,
+        loss_floor: float = 0.0,
+        loss_target: float = 0.0,
+        max_grad_norm: float | None = None,
+        decay_form: str = "paper",
+        on_skip: str = "warn",
+        max_skipped_steps: int | None = None,
+        backend: str = "auto",
+        state: str | tuple[str, str] = "float32",
+        rounding: str = "nearest",
+        reduce_group: Any = "auto",
+        replicas: int | None = None,
+        loss_reduction: str = "mean",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay=weight_decay,
+            step_cap=step_cap,
+            loss_floor=loss_floor,
+            loss_target=loss_target,
+            max_grad_norm=max_grad_norm,
+            decay_form=decay_form,
+            on_skip=on_skip,
+            max_skipped_steps=max_skipped_steps,
+            backend=backend,
+            state=state,
+            rounding=rounding,
+            reduce_group=reduce_group,
+            replicas=replicas,
+            loss_reduction=loss_reduction,
+        )

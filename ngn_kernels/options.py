@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import cache
 from numbers import Real
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ PER_OPTIMIZER = (
         "loss_target",
         "max_grad_norm",
         "decay_form",
+        "on_skip",
+        "max_skipped_steps",
         "backend",
         "preconditioner",
         "state",
@@ -33,35 +35,6 @@ PER_OPTIMIZER = (
 
 # Saved with a run; one that loads it keeps its own and warns of others.
 SAVED_OPTIONS = ("loss_floor", "loss_target", "max_grad_norm", "decay_form")
-
-
-class Options(TypedDict, total=False):
-    """What every algorithm takes by keyword, of the whole optimizer; NGNOptimizer explains each."""
-
-    loss_floor: float
-    loss_target: float
-    max_grad_norm: float | None
-    decay_form: str
-    backend: str
-    state: str | tuple[str, str]
-    rounding: str
-    reduce_group: Any
-    replicas: int | None
-    loss_reduction: str
-
-
-def options_of(cls: type) -> list[str]:
-    """What the constructor takes, and what it passes on to the one before it."""
-    known: dict[str, None] = {}
-    for base in cls.__mro__:
-        if "__init__" not in base.__dict__:
-            continue
-        parameters = inspect.signature(base.__dict__["__init__"]).parameters.values()
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        known |= dict.fromkeys(p.name for p in parameters if p.kind in named)
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-            break
-    return list(known)
 
 
 # Values that some algorithms have in each group, with a word on who has them.

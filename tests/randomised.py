@@ -370,7 +370,7 @@ def options_change(run: Run, rng: random.Random) -> None:
         "max_grad_norm": rng.choice((None, 0.1, 2.0)),
         "loss_floor": rng.choice((0.0, -2.0, 0.25)),
         "loss_target": rng.choice((0.0, 0.5, 0.99)),
-        "decay_form": life.new_decay_form(rng),
+        "decay_form": run.new_decay_form(rng),
     }
     for name, value in run.options.items():
         setattr(run.optimizer, name, value)

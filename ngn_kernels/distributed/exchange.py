@@ -157,7 +157,7 @@ class Ranks:
             items["the number of groups"] = len(groups)
             items["the number of elements"] = sum(p.numel() for p in params)
             for i, values in enumerate(groups):
-                items[f"the values of group {i}"] = tuple(map(float, values))
+                items[f"the values of group {i}"] = GroupValues(*map(float, values))
             # Rounding depends on a parameter's place.
             items["the order of the parameters"] = [
                 f"{str(p.dtype).removeprefix('torch.')}{tuple(p.shape)}" for p in params

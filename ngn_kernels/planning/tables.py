@@ -125,6 +125,13 @@ class Inputs:
             self.scalars.copy_(self.own)
 
 
+class Skips(NamedTuple):
+    """Skipped steps that the host has just learned of."""
+
+    reason: Reason  # of the last one
+    in_a_row: int
+
+
 class Report:
     """What a step tells the host, from one device: counts, rho, and gamma of each group."""
 
@@ -133,7 +140,8 @@ class Report:
         self.counts = torch.zeros(len(Count), dtype=torch.int64, device=device)
         self.sizes = self._no_sizes(groups)
         self._host_counts = self.counts.numpy().data if device.type == "cpu" else None
-        self._seen = 0
+        self._seen = 0  # skipped steps
+        self._steps = self._steps_seen = self._steps_arriving = self._in_a_row = 0
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
     def _no_sizes(self, groups: int) -> Tensor:
@@ -147,30 +155,37 @@ class Report:
         shared = min(len(known), len(self.sizes))
         self.sizes.narrow(0, 0, shared).copy_(known.narrow(0, 0, shared))
 
-    def poll_skip_reason(self) -> Reason:
-        """Of a skipped step that was not asked for yet; from a GPU it comes some steps late."""
+    def poll_skips(self) -> Skips | None:
+        """After each step: what is new, if anything; from a GPU it comes some steps late."""
+        self._steps += 1
         if self._host_counts is not None:
-            return self._read_counts(self._host_counts)
+            return self._read_counts(self._host_counts, self._steps)
         if self.device.type != "cuda":
-            return self._read_counts(self.counts.tolist())
+            return self._read_counts(self.counts.tolist(), self._steps)
         if is_capturing(self.device):
-            return Reason.NONE
+            return None
         if self._arriving is None:
             host = torch.zeros(len(Count), dtype=torch.int64, device="cpu", pin_memory=True)
             self._arriving = (host, torch.cuda.Event())
         host, event = self._arriving
         if not event.query():
-            return Reason.NONE
-        reason = self._read_counts(host.tolist())
+            return None
+        skips = self._read_counts(host.tolist(), self._steps_arriving)
         host.copy_(self.counts, non_blocking=True)
         event.record(torch.cuda.current_stream(self.device))
-        return reason
+        self._steps_arriving = self._steps
+        return skips
 
-    def _read_counts(self, counts: memoryview | list[int]) -> Reason:
-        if counts[Count.SKIPPED] == self._seen:
-            return Reason.NONE
-        self._seen = counts[Count.SKIPPED]
-        return Reason(counts[Count.LAST_REASON])
+    def _read_counts(self, counts: memoryview | list[int], steps: int) -> Skips | None:
+        """Of counts as they were after this many steps."""
+        new, self._steps_seen = steps - self._steps_seen, steps
+        skipped, self._seen = counts[Count.SKIPPED] - self._seen, counts[Count.SKIPPED]
+        if skipped < new:  # some step was applied, perhaps the last
+            self._in_a_row = 0
+        if not skipped:
+            return None
+        self._in_a_row += skipped if skipped >= new else 0
+        return Skips(Reason(counts[Count.LAST_REASON]), self._in_a_row)
 
 
 class DeviceTables:

@@ -94,13 +94,5 @@ def telemetry(optimizers: list[NGNOptimizer]) -> dict[str, Tensor]:
     """What the optimizers did in their last step, on their devices, by the names of the logs."""
     logs: dict[str, Tensor] = {}
     for i, optimizer in enumerate(optimizers):
-        name = "ngn" if len(optimizers) == 1 else f"ngn/{i}"
-        shrink, sizes = optimizer.shrink, optimizer.step_sizes()
-        if shrink is not None and sizes is not None:
-            logs[f"{name}/shrink"] = shrink
-            for group, size in enumerate(sizes):
-                logs[f"{name}/step_size" + (f"/{group}" if group else "")] = size
-        if (norm := optimizer.grad_norm) is not None:
-            logs[f"{name}/grad_norm"] = norm
-        logs[f"{name}/skipped_steps"] = optimizer.skipped_steps
+        logs |= optimizer.metrics(prefix="ngn" if len(optimizers) == 1 else f"ngn/{i}")
     return logs

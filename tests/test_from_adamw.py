@@ -1,0 +1,372 @@
+"""From torch's AdamW and back in the middle of a run, and what else its users look for."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+from helpers import bits, params_of, random_gradients
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Adam, AdamW
+
+import ngn_kernels
+from ngn_kernels import (
+    NGN,
+    NGND,
+    NGNM,
+    DecNGNMDv1,
+    NGNMDv1,
+    NGNMDv1W,
+    NGNMDv2,
+    NGNOptimizer,
+    SkippedStepError,
+    SkippedStepWarning,
+    groups,
+)
+from ngn_kernels.rules import RULES
+
+FAMILY = pytest.mark.parametrize("cls", [NGNMDv1, NGNMDv2, DecNGNMDv1, NGNMDv1W])
+CLASSES = (NGN, NGNM, NGND, NGNMDv1, NGNMDv2, DecNGNMDv1, NGNMDv1W)
+
+
+def new_params(dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((4, 3), (5,), (3, 3))
+    return [Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def trained_adamw(steps: int = 30, dtype: torch.dtype = torch.float32, **options: Any) -> AdamW:
+    params = new_params(dtype)
+    named = [("one", params[0]), ("two", params[1])], [("three", params[2])]
+    adamw = AdamW(
+        [
+            {"params": named[0], "lr": 1e-2, "mine": 7},
+            {"params": named[1], "lr": 3e-3, "betas": (0.8, 0.99), "weight_decay": 0.3},
+        ],
+        **options,
+    )
+    for k in range(steps):
+        random_gradients(params, seed=k % 3)
+        adamw.step()
+    return adamw
+
+
+@FAMILY
+@pytest.mark.parametrize("of_params", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_what_is_taken_over(cls: Any, of_params: torch.dtype, backend: str) -> None:
+    adamw = trained_adamw(dtype=of_params)
+    optimizer = cls.from_adamw(adamw, backend=backend)
+    for ours, theirs in zip(optimizer.param_groups, adamw.param_groups, strict=True):
+        for name in ("lr", "betas", "eps", "weight_decay", "param_names", "mine"):
+            assert ours.get(name) == theirs.get(name)
+        assert [id(p) for p in ours["params"]] == [id(p) for p in theirs["params"]]
+        for p in ours["params"]:
+            state, known = optimizer.state[p], adamw.state[p]
+            assert int(state["step"]) == 30
+            assert torch.equal(state["exp_avg_sq"].to(of_params), known["exp_avg_sq"])
+            v, average = (
+                torch.view_as_real(t) if t.is_complex() else t.double()
+                for t in (known["exp_avg_sq"], known["exp_avg"])
+            )
+            d = theirs["eps"] + (v / (1 - theirs["betas"][1] ** 30)).sqrt()
+            m = state["momentum_buffer"]
+            m = torch.view_as_real(m) if m.is_complex() else m
+            assert torch.allclose(m.double(), (theirs["lr"] * average / d).double(), rtol=1e-4)
+    assert optimizer.decay_form == ("paper" if cls is NGNMDv1W else "adamw")
+
+
+def test_a_run_goes_on_as_it_was(backend: str) -> None:
+    """Where rho is 1: with the gradients of a plane, AdamW and what follows it stay together."""
+    params, twins = new_params(torch.float64), new_params(torch.float64)
+    slopes = [p.detach().clone() for p in params]
+    optimizers = [AdamW(p, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1) for p in (params, twins)]
+
+    def step(optimizer: Any, where: list[Parameter], **loss: float) -> None:
+        for p, slope in zip(where, slopes, strict=True):
+            p.grad = slope.clone()
+        optimizer.step(**loss)
+
+    for _ in range(300):
+        for optimizer, where in zip(optimizers, (params, twins), strict=True):
+            step(optimizer, where)
+    ours = NGNMDv1.from_adamw(optimizers[0], loss_floor=-1e30, backend=backend)
+    for _ in range(50):
+        step(ours, params, loss=0.0)
+        step(optimizers[1], twins)
+    for p, q in zip(params, twins, strict=True):
+        assert torch.allclose(p, q, rtol=1e-9, atol=1e-12)
+    back = AdamW(params, lr=1.0)
+    back.load_state_dict(ours.adamw_state_dict())
+    for _ in range(50):
+        step(back, params)
+        step(optimizers[1], twins)
+    for p, q in zip(params, twins, strict=True):
+        assert torch.allclose(p, q, rtol=1e-9, atol=1e-12)
+
+
+@FAMILY
+@pytest.mark.parametrize("state", ["float32", "8bit"])
+def test_there_and_back(cls: Any, state: str, backend: str) -> None:
+    """Without a step in between AdamW has what it had."""
+    adamw = trained_adamw()
+    saved = copy.deepcopy(adamw.state_dict())
+    there = cls.from_adamw(adamw, backend=backend, state=state)
+    adamw.load_state_dict(there.adamw_state_dict())
+    tolerance = {"rtol": 1e-5} if state == "float32" else {"rtol": 0.3, "atol": 0.01}
+    for index, values in saved["state"].items():
+        found = adamw.state_dict()["state"][index]
+        assert int(found["step"]) == int(values["step"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.allclose(found[key], values[key], **tolerance)
+    assert adamw.state_dict()["param_groups"] == saved["param_groups"]
+    random_gradients(params_of(adamw), seed=9)
+    adamw.step()
+
+
+def test_a_state_dict_is_taken_over_by_name(backend: str) -> None:
+    adamw = trained_adamw()
+    saved = adamw.state_dict()
+    params = params_of(adamw)
+    optimizer = NGNMDv1(
+        [{"params": params[:2]}, {"params": params[2:]}], backend=backend, step_cap=2.0
+    )
+    with pytest.raises(ValueError, match=r"AdamW's: write optimizer.load_adamw_state_dict"):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state
+    optimizer.load_adamw_state_dict(saved)
+    assert [g["lr"] for g in optimizer.param_groups] == [1e-2, 3e-3]
+    assert [g["step_cap"] for g in optimizer.param_groups] == [2.0, 2.0]
+    assert bits(optimizer.state[params[0]]["exp_avg_sq"]) == bits(
+        adamw.state[params[0]]["exp_avg_sq"]
+    )
+    with pytest.raises(ValueError, match="1 parameter groups and the optimizer has 2"):
+        optimizer.load_adamw_state_dict(AdamW(new_params()).state_dict())
+    with pytest.raises(ValueError, match="no state_dict of an AdamW"):
+        optimizer.load_adamw_state_dict(optimizer.state_dict())
+
+
+def test_one_lr_for_all_groups() -> None:
+    optimizer = NGNMDv1.from_adamw(trained_adamw(), lr=1.0, loss_target=0.8)
+    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 1.0]
+    assert optimizer.loss_target == 0.8
+
+
+def test_an_adamw_that_has_not_stepped() -> None:
+    optimizer = NGNMDv1.from_adamw(trained_adamw(steps=0))
+    assert not optimizer.state
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: AdamW(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: AdamW(p, maximize=True), "maximize=True"),
+        (lambda p: Adam(p, weight_decay=0.1), "Adam's weight_decay is a part of the gradient"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(make: Any, message: str) -> None:
+    other = make(new_params())
+    with pytest.raises(ValueError, match=message):
+        NGNMDv1.from_adamw(other)
+    random_gradients(params_of(other), seed=0)
+    other.step()
+    with pytest.raises(ValueError, match=message):
+        NGNMDv1(new_params()).load_adamw_state_dict(other.state_dict())
+
+
+def test_other_optimizers_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"AdamW or Adam, not SGD"):
+        NGNMDv1.from_adamw(torch.optim.SGD(new_params()))
+
+
+@pytest.mark.parametrize("saving", CLASSES)
+@pytest.mark.parametrize("loading", CLASSES)
+def test_equal_rules_load_each_other(saving: Any, loading: Any) -> None:
+    source = saving(new_params())
+    random_gradients(params_of(source), seed=0)
+    source.step(loss=1.0)
+    target = loading(new_params())
+    if RULES[saving.__name__] == RULES[loading.__name__]:
+        target.load_state_dict(source.state_dict())
+        assert all(g["algorithm"] == loading.__name__ for g in target.param_groups)
+        random_gradients(params_of(target), seed=1)
+        target.step(loss=1.0)
+        return
+    with pytest.raises(
+        ValueError, match=f"is from {saving.__name__} and this is {loading.__name__}"
+    ):
+        target.load_state_dict(source.state_dict())
+
+
+# Parameter groups
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def names(group: dict[str, Any]) -> list[str]:
+    return [name for name, _ in group["params"]]
+
+
+def test_groups() -> None:
+    decayed, others = groups(Tied(), weight_decay=0.1, lr=0.5)
+    assert names(decayed) == ["embed.weight", "hidden.weight"]
+    assert names(others) == ["hidden.bias", "norm.weight", "norm.bias"]
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert decayed["lr"] == others["lr"] == 0.5
+    decayed, others = groups(Tied(), weight_decay=0.1, decay_embeddings=False)
+    assert names(decayed) == ["hidden.weight"] and names(others)[0] == "embed.weight"
+
+
+def test_groups_without_one_kind() -> None:
+    (only,) = groups(nn.Linear(3, 2, bias=False), weight_decay=0.1)
+    assert names(only) == ["weight"]
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        groups(nn.Linear(3, 2).requires_grad_(False), weight_decay=0.1)
+
+
+@pytest.mark.parametrize("cls", [NGNMDv1, AdamW])
+def test_groups_are_for_any_optimizer(cls: Any) -> None:
+    optimizer = cls(groups(Tied(), weight_decay=0.1), lr=0.01)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert optimizer.param_groups[0]["param_names"] == ["embed.weight", "hidden.weight"]
+
+
+# Skipped steps
+
+
+def steps_with(optimizer: Any, gradients: list[float]) -> None:
+    (p,) = params_of(optimizer)
+    for value in gradients:
+        p.grad = torch.full_like(p, value)
+        optimizer.step(loss=1.0)
+
+
+BAD = float("nan")
+
+
+def test_a_skipped_step_may_raise(backend: str) -> None:
+    optimizer = NGNMDv1(
+        [("head.weight", Parameter(torch.ones(3)))], on_skip="raise", backend=backend
+    )
+    steps_with(optimizer, [1.0])
+    before = params_of(optimizer)[0].tolist()
+    with pytest.raises(
+        SkippedStepError, match=r"not finite.*the gradient of parameter 'head.weight'"
+    ):
+        steps_with(optimizer, [BAD])
+    assert params_of(optimizer)[0].tolist() == before
+    steps_with(optimizer, [1.0])
+    assert params_of(optimizer)[0].tolist() != before and int(optimizer.skipped_steps) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_skipped_step_may_be_ignored(backend: str) -> None:
+    optimizer = NGNMDv1([Parameter(torch.ones(3))], on_skip="ignore", backend=backend)
+    steps_with(optimizer, [1.0, BAD, BAD, 1.0])
+    assert int(optimizer.skipped_steps) == 2
+
+
+@pytest.mark.parametrize("on_skip", ["warn", "ignore"])
+def test_a_run_that_only_skips_is_stopped(on_skip: str, backend: str) -> None:
+    optimizer = NGNMDv1(
+        [Parameter(torch.ones(3))], on_skip=on_skip, max_skipped_steps=3, backend=backend
+    )
+    with pytest.warns(SkippedStepWarning) if on_skip == "warn" else _nothing():
+        steps_with(optimizer, [1.0, BAD, BAD, 1.0, BAD, BAD])
+    with pytest.raises(SkippedStepError, match=r"3 steps in a row; max_skipped_steps=3"):
+        steps_with(optimizer, [BAD])
+    optimizer.max_skipped_steps = None
+    with pytest.warns(SkippedStepWarning) if on_skip == "warn" else _nothing():
+        steps_with(optimizer, [BAD] * 4)
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def test_only_ranks_hear_of_ranks() -> None:
+    optimizer = NGNMDv1([Parameter(torch.ones(3))])
+    params_of(optimizer)[0].grad = torch.ones(3)
+    with pytest.warns(SkippedStepWarning) as said:
+        optimizer.step(loss=BAD)
+    assert "rank" not in str(said[0].message)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("on_skip", ("no", None, True)), ("max_skipped_steps", (0, -1, 1.5, "3", True))],
+)
+def test_bad_values_of_the_skip_options(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name}="):
+            NGNM([Parameter(torch.ones(3))], **{name: value})
+
+
+def test_options_of_skips_are_copied() -> None:
+    optimizer = NGNM([Parameter(torch.ones(3))], on_skip="raise", max_skipped_steps=5)
+    copied = copy.deepcopy(optimizer)
+    assert copied.on_skip == "raise" and copied.max_skipped_steps == 5
+
+
+# Metrics
+
+
+def test_metrics(backend: str) -> None:
+    optimizer = NGNM(
+        [{"params": [Parameter(torch.ones(3))]}, {"params": [Parameter(torch.ones(2))], "lr": 0.5}],
+        backend=backend,
+    )
+    assert set(optimizer.metrics()) == {"ngn/skipped_steps"}
+    for p in params_of(optimizer):
+        p.grad = torch.ones_like(p)
+    optimizer.step(loss=2.0)
+    found = optimizer.metrics(as_floats=True, prefix="mine")
+    rho = 4 / (4 + 3 + 0.5 * 2)
+    assert json.loads(json.dumps(found)) == pytest.approx(
+        {
+            "mine/shrink": rho,
+            "mine/step_size": rho,
+            "mine/step_size/1": 0.5 * rho,
+            "mine/grad_norm": 5**0.5,
+            "mine/skipped_steps": 0,
+        }
+    )
+    tensors = optimizer.metrics()
+    assert all(isinstance(value, torch.Tensor) for value in tensors.values())
+    assert set(NGNMDv2([Parameter(torch.ones(3))]).metrics()) == {"ngn/skipped_steps"}
+
+
+# Names
+
+
+def test_every_class_says_all_its_options() -> None:
+    shared = inspect.signature(NGNOptimizer.__init__).parameters
+    wanted = {name: p.default for name, p in shared.items() if p.kind is p.KEYWORD_ONLY}
+    for cls in CLASSES:
+        own = inspect.signature(cls).parameters
+        assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in own.values()), cls
+        assert {name: own[name].default for name in wanted} == wanted
+        assert own["step_cap"].default is None
+
+
+def test_the_package_shows_its_public_names() -> None:
+    assert dir(ngn_kernels) == sorted(ngn_kernels.__all__)
+    assert all(hasattr(ngn_kernels, name) for name in ngn_kernels.__all__)
