@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
@@ -72,8 +73,8 @@ class NGNOptimizer(Optimizer):
         loss_target: each step aims at this fraction of the current loss above its floor, in [0, 1);
             0 is the paper.
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
-        decay_form: "paper": weight decay enters the momentum; "adamw": it is taken off the parameter
-            beside the step, as AdamW does.
+        decay_form: "paper": lr weight_decay x, which enters the momentum; "adamw": the step size times
+            weight_decay x, taken off the parameter beside the momentum as AdamW does.
         on_skip: what a skipped step does: "warn", "raise" a :class:`SkippedStepError`, or "ignore".
         max_skipped_steps: raise after this many skipped steps in a row, whatever ``on_skip`` says.
         backend: "auto", "triton", "cpu" or "reference".
@@ -279,7 +280,7 @@ class NGNOptimizer(Optimizer):
         """The point of the grid; momentum is on once any group has had some."""
         momentum = momentum or any(_betas(group)[0] > 0 for group in self.param_groups)
         rule = self._own_rule
-        self.rule = rule if rule.momentum == momentum else rule.with_momentum(momentum)
+        self.rule = rule if rule.momentum == momentum else replace(rule, momentum=momentum)
 
     def _group_values(self) -> tuple[list[GroupValues], dict[int, Tensor]]:
         """The groups' values, checked if they changed; lrs on a device are returned apart, unread."""

@@ -19,7 +19,7 @@ class Rule:
         regularised: weight decay is part of the model that the step minimises; otherwise it is added
             to the displacement.
         adamw_decay: weight decay is taken off the parameter beside the displacement, so that
-            momentum does not keep it. Without momentum both are the same.
+            momentum does not keep it, and follows gamma, the step size that is taken, not c.
     """
 
     momentum: bool = False
@@ -27,10 +27,6 @@ class Rule:
     rms: bool = False
     regularised: bool = False
     adamw_decay: bool = False
-
-    def with_momentum(self, momentum: bool) -> Rule:
-        """The same with momentum or without; a rule without has one place for decay."""
-        return replace(self, momentum=momentum, adamw_decay=self.adamw_decay and momentum)
 
     @property
     def reduce_reads(self) -> tuple[str, ...]:
@@ -56,7 +52,7 @@ class Rule:
         norm is what NGN reduces. A scalar rule without RMS gets it from its own reduce. Momentum
         plays no part in a sum, so it is off here and a backend needs no variants for it.
         """
-        own = () if self.coordinate else (self.with_momentum(False),)
+        own = () if self.coordinate else (replace(self, momentum=False, adamw_decay=False),)
         return (NORM, *own) if clipping and (self.coordinate or self.rms) else own
 
 
@@ -88,4 +84,4 @@ def rule_of(algorithm: str, decay_form: str) -> Rule:
         raise ValueError(
             f'{algorithm} is a form of weight decay of its own: use NGNMDv1(..., decay_form="adamw")'
         )
-    return replace(rule, adamw_decay=decay_form == "adamw" and rule.momentum)
+    return replace(rule, adamw_decay=decay_form == "adamw")

@@ -108,7 +108,7 @@ int main(int argc, char** argv) {
     const Rule rule = {(flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0,
                        (flags & 16) != 0};
     if (rule.regularised && (rule.coordinate || !rule.rms)) continue;
-    if (rule.adamw_decay && (rule.regularised || !rule.momentum)) continue;
+    if (rule.adamw_decay && rule.regularised) continue;
     for (const int threads : teams) {
       run(rule, DType::float64, DType::float64, DType::float64, threads);
       run(rule, DType::float32, DType::float32, DType::float32, threads);

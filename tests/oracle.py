@@ -108,12 +108,12 @@ class Oracle:
         if self.algorithm in COORDINATE:
             for (j, variable, g), D in zip(moving, diagonals, strict=True):
                 gamma = coordinate_step_size(self.groups[j].c, f, g, D)
-                self._move(self.groups[j], variable, gamma * g)
+                self._move(self.groups[j], variable, gamma * g, self.groups[j].c)
             return
 
         gammas = self._scalar_step_sizes(f, moving, diagonals)
         for (j, variable, g), D in zip(moving, diagonals, strict=True):
-            self._move(self.groups[j], variable, gammas[j] * g / D)
+            self._move(self.groups[j], variable, gammas[j] * g / D, gammas[j])
         self.step_sizes = [
             group.schedule * gamma for group, gamma in zip(self.groups, gammas, strict=True)
         ]
@@ -152,11 +152,11 @@ class Oracle:
             return group.c / (1 + group.weight_decay * group.c)
         return group.c
 
-    def _move(self, group: Group, variable: Variable, direction: Array) -> None:
+    def _move(self, group: Group, variable: Variable, direction: Array, size: float) -> None:
         x, previous = variable.x, variable.previous
         decay = group.weight_decay * group.c
         if self.adamw_decay:  # the momentum goes on from where the decayed parameter is
-            decayed = x - group.weight_decay * group.lr * x
+            decayed = x - group.weight_decay * group.schedule * size * x
             step = -group.schedule * (1 - group.beta1) * direction
             variable.x = np.asarray(decayed + step + group.beta1 * (x - previous))
             variable.previous = decayed

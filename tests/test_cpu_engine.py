@@ -437,7 +437,7 @@ def test_rule_h_is_ready_for_a_device(tmp_path: Path) -> None:
         "                       ngn::Coefficients<float> k, ngn::Inputs t, double* out) {\n"
         "  ngn::Element<float> old = e[threadIdx.x];\n"
         "  const auto draft = ngn::draft<true, true>(old.v, g[threadIdx.x], k);\n"
-        "  ngn::update<true, true>(e[threadIdx.x], draft, g[threadIdx.x], k);\n"
+        "  ngn::update<true, ngn::Decay::in_displacement>(e[threadIdx.x], draft, g[threadIdx.x], k);\n"
         "  auto headroom = ngn::headroom_of<true, true, false>(e[threadIdx.x], k);\n"
         "  ngn::keep(old, headroom, e[threadIdx.x]);\n"
         "  float weighted = 0, alignment = 0;\n"

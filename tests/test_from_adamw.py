@@ -57,7 +57,9 @@ def trained_adamw(steps: int = 30, dtype: torch.dtype = torch.float32, **options
 
 
 @FAMILY
-@pytest.mark.parametrize("of_params", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(
+    "of_params", [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+)
 def test_what_is_taken_over(cls: Any, of_params: torch.dtype, backend: str) -> None:
     adamw = trained_adamw(dtype=of_params)
     optimizer = cls.from_adamw(adamw, backend=backend)

@@ -33,7 +33,7 @@ decltype(auto) dispatch_apply(const Rule& rule, F&& f) {
   });
 }
 
-// f(DECAY); without momentum both places are the same.
+// f(DECAY); without momentum there is one place for decay.
 template <bool MOMENTUM, typename F>
 decltype(auto) dispatch_decay(const Rule& rule, bool any, F&& f) {
   if (!any) return f(std::integral_constant<Decay, Decay::none>{});

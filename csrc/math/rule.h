@@ -27,7 +27,7 @@ struct Coefficients {
   T step;            // (1 - beta1) gamma u; of coordinate rules (1 - beta1) min(c, 2h) u
   T flatness;        // 2h / max(c, 2h), coordinate rules
   T curvature;       // c u / max(c, 2h), coordinate rules
-  T decay;           // lambda c, or lambda a
+  T decay;           // lambda a; of AdamW's form lambda gamma
   T x_limit;         // the smallest magnitude that storing x takes to infinity
   T m_limit;         // the same for m
   T v_limit;         // the same for v
@@ -112,7 +112,7 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
   k.step = static_cast<T>((1 - group.beta1) * (left * gamma) * unit);
   k.flatness = static_cast<T>(larger > 0 ? two_h / larger : 0);
   k.curvature = static_cast<T>(larger > 0 ? c / larger * unit : 0);
-  k.decay = static_cast<T>(group.weight_decay * (left * a));
+  k.decay = static_cast<T>(group.weight_decay * (left * (rule.adamw_decay && !rule.coordinate ? gamma : a)));
   k.x_limit = x_limit;
   k.m_limit = m_limit;
   k.v_limit = v_limit;

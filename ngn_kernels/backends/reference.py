@@ -53,7 +53,7 @@ class Coefficients(NamedTuple):
     step: Tensor  # (1 - beta1) gamma lr / c; of coordinate rules (1 - beta1) min(c, 2h) lr / c
     flatness: Tensor  # 2h / max(c, 2h), coordinate rules
     curvature: Tensor  # c / max(c, 2h), coordinate rules
-    decay: Tensor  # lambda a lr / c
+    decay: Tensor  # lambda a lr / c; of AdamW's form lambda gamma lr / c
 
 
 def coefficients(rule: Rule, inputs: Inputs, row: Row, clip: Tensor, rho: Tensor) -> Coefficients:
@@ -64,6 +64,7 @@ def coefficients(rule: Rule, inputs: Inputs, row: Row, clip: Tensor, rho: Tensor
     larger = torch.maximum(c, two_h)
     flatness, curvature = ((part / larger).masked_fill(larger == 0, 0.0) for part in (two_h, c))
     gamma = torch.minimum(c, two_h) if rule.coordinate else a * rho
+    follows_gamma = rule.adamw_decay and not rule.coordinate
     return Coefficients(
         gradient_scale=clip / inputs.scalars[Input.GRAD_SCALE],
         beta1=beta1,
@@ -73,7 +74,7 @@ def coefficients(rule: Rule, inputs: Inputs, row: Row, clip: Tensor, rho: Tensor
         step=(1 - beta1) * (schedule * gamma),
         flatness=flatness,
         curvature=curvature,
-        decay=weight_decay * (schedule * a),
+        decay=weight_decay * (schedule * (gamma if follows_gamma else a)),
     )
 
 

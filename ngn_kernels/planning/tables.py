@@ -157,13 +157,13 @@ class Report:
 
     def poll_skips(self) -> Skips | None:
         """After each step: what is new, if anything; from a GPU it comes some steps late."""
+        if is_capturing(self.device):
+            return None
         self._steps += 1
         if self._host_counts is not None:
             return self._read_counts(self._host_counts, self._steps)
         if self.device.type != "cuda":
             return self._read_counts(self.counts.tolist(), self._steps)
-        if is_capturing(self.device):
-            return None
         if self._arriving is None:
             host = torch.zeros(len(Count), dtype=torch.int64, device="cpu", pin_memory=True)
             self._arriving = (host, torch.cuda.Event())
@@ -184,7 +184,8 @@ class Report:
             self._in_a_row = 0
         if not skipped:
             return None
-        self._in_a_row += skipped if skipped >= new else 0
+        if skipped >= new:  # more where a captured step was replayed, which the host does not count
+            self._in_a_row += new
         return Skips(Reason(counts[Count.LAST_REASON]), self._in_a_row)
 
 

@@ -155,7 +155,10 @@ def moment_coefficients(group, p_step):
 
 
 @device
-def coefficients(inputs, group, clip, rho, COORDINATE: tl.constexpr, REGULARISED: tl.constexpr):
+def coefficients(
+    inputs, group, clip, rho,
+    COORDINATE: tl.constexpr, ADAMW_DECAY: tl.constexpr, REGULARISED: tl.constexpr,
+):
     """s / grad_scale, beta1, step, flatness, curvature, decay"""
     lr = tl.load(group + LR)
     step_cap = tl.load(group + STEP_CAP)
@@ -174,7 +177,7 @@ def coefficients(inputs, group, clip, rho, COORDINATE: tl.constexpr, REGULARISED
         flatness = tl.where(larger == 0, 0.0, two_h / larger).to(tl.float32)
         curvature = tl.where(larger == 0, 0.0, c / larger).to(tl.float32)
     step = (1 - beta1) * (left * gamma)
-    decay = weight_decay * (left * a)
+    decay = weight_decay * (left * (gamma if ADAMW_DECAY and not COORDINATE else a))
     return (
         gradient_scale.to(tl.float32), beta1.to(tl.float32), step.to(tl.float32), flatness, curvature,
         decay.to(tl.float32),
@@ -225,7 +228,7 @@ def draft(b_v, b_g, k, k_v, COORDINATE: tl.constexpr, RMS: tl.constexpr):
 def update(b_x, b_m, b_displacement, k, MOMENTUM: tl.constexpr, ADAMW_DECAY: tl.constexpr):
     """The second half: the new x and m."""
     gradient_scale, beta1, step, flatness, curvature, decay = k
-    if ADAMW_DECAY:
+    if MOMENTUM and ADAMW_DECAY:
         b_m_new = b_displacement + beta1 * b_m
         return b_x - (b_m_new + decay * b_x), b_m_new
     b_displacement += decay * b_x
@@ -493,7 +496,7 @@ def apply(
     rho, clip, reason = shrink(total, inputs, RMS)
     n = tl.where((reason == NONE) & (tl.load(row + G * n_rows) != 0), n, 0)
 
-    k = coefficients(inputs, group, clip, rho, COORDINATE, REGULARISED)
+    k = coefficients(inputs, group, clip, rho, COORDINATE, ADAMW_DECAY, REGULARISED)
 
     vectors = is_aligned(row + X * n_rows, X_TYPE, VECTOR) & is_aligned(row + G * n_rows, G_TYPE, VECTOR)
     if ROUNDING == EXACT:
