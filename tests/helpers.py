@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,28 @@ def random_gradients(
         if dtype is not None:
             p.grad_dtype = dtype
         p.grad = values.to(dtype or p.dtype)
+
+
+def with_grad(values: Tensor, grad: float = 1.0) -> Any:
+    """A parameter whose gradient is the same number everywhere."""
+    p = Parameter(values)
+    p.grad = torch.full_like(p, grad)
+    return p
+
+
+def copies_of(optimizer: Any) -> list[list[Parameter]]:
+    """Its parameters once more, one list per group."""
+    return [
+        [Parameter(p.detach().clone()) for p in group["params"]] for group in optimizer.param_groups
+    ]
+
+
+def through_file(saved: Any) -> Any:
+    """Written and read again, as weights only."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def fresh(algorithm: Algorithm, backend: str, **options: Any) -> Any:

@@ -7,7 +7,6 @@ be repeated. test_randomised.py lets hypothesis write that list, soak.py a plain
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import random
 import warnings
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, Algorithm, Hyper
-from helpers import DTYPES, params_of, real64, unchanged
+from helpers import DTYPES, copies_of, params_of, real64, through_file, unchanged
 from layouts import LAYOUTS
 from pair import Pair, close, largest, numbers_in
 from torch import Tensor
@@ -454,17 +453,11 @@ def a_checkpoint_goes_to_another_backend(run: Run, rng: random.Random) -> Any:
         del old.state[gone]
     saved = old.state_dict()
     if rng.random() < 0.3:
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
+        saved = through_file(saved)
     target = rng.choice(run.backends)
     if target == "triton" and not fits_triton(run):
         return False
-    groups = [
-        {"params": [Parameter(p.detach().clone()) for p in group["params"]]}
-        for group in old.param_groups
-    ]
+    groups = [{"params": column} for column in copies_of(old)]
     options = {"state": old._storage.given, "rounding": old._storage.rounding}
     new = run.algorithm.simple(groups, backend=target, **run.options, **options)
     new.load_state_dict(saved)

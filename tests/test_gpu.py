@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import EVERY, Algorithm, NGNMDv1, NGNMDv2
-from helpers import bits, params_of, random_columns, random_gradients, snapshot
+from helpers import bits, params_of, random_columns, random_gradients, snapshot, with_grad
 from pair import Pair
 from torch import Tensor
 from torch.nn import Parameter
@@ -164,8 +164,7 @@ def test_cuda_graph(algorithm: Algorithm) -> None:
 
 
 def test_a_gradient_left_on_the_host_is_refused() -> None:
-    p = Parameter(torch.ones(5))
-    p.grad = torch.ones(5)
+    p = with_grad(torch.ones(5))
     p.data = p.data.cuda()
     assert p.grad.device.type == "cpu"
     optimizer = NGNMDv1.simple([p], backend="triton")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,15 @@ import torch
 from algorithms import ALGORITHMS, EVERY, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
 from conftest import runnable_backends
 from extent import Extent
-from helpers import params_of, random_columns, random_gradients, snapshot
+from helpers import (
+    copies_of,
+    params_of,
+    random_columns,
+    random_gradients,
+    snapshot,
+    through_file,
+    with_grad,
+)
 from pair import Pair, numbers_in
 from steps import check_next_step, train
 from torch import Tensor
@@ -288,9 +295,8 @@ def test_elements_that_would_not_be_finite_keep_their_numbers(backend: str, stat
 @pytest.mark.essential
 def test_what_a_narrow_type_cannot_hold_is_kept(backend: str) -> None:
     """Between the largest bfloat16 and the largest float32 there is room for a number."""
-    p = Parameter(torch.zeros(4096))
+    p = with_grad(torch.zeros(4096), 1e-3)
     optimizer = ngn_kernels.NGNMDv2([p], betas=(0.9, 0.5), backend=backend, state="bfloat16")
-    p.grad = torch.full_like(p, 1e-3)
     optimizer.step(loss=1.0)
     v = optimizer.state[p]["exp_avg_sq"]
     largest = torch.finfo(torch.bfloat16).max
@@ -432,9 +438,8 @@ def test_float64_state_that_is_kept_keeps_all_of_its_bits(backend: str) -> None:
     """It was rounded to be computed with, and may be more than float32 can hold."""
     if backend == "triton":
         pytest.skip("it has no float64")
-    p = Parameter(torch.zeros(4100))
+    p = with_grad(torch.zeros(4100), 1e-3)
     optimizer = ngn_kernels.NGNMDv2([p], backend=backend, state=("8bit", "float32"))
-    p.grad = torch.full_like(p, 1e-3)
     optimizer.step(loss=1.0)
     state = optimizer.state[p]
     state["exp_avg_sq"] = v = state["exp_avg_sq"].double() * (1 + 2.0**-40)
@@ -460,8 +465,7 @@ def trained(backend: str, state: Any, algorithm: Algorithm = NGNMDv1) -> Any:
 
 
 def another(like: Any, backend: str, state: Any, algorithm: Algorithm = NGNMDv1) -> Any:
-    columns = [[Parameter(p.detach().clone()) for p in g["params"]] for g in like.param_groups]
-    return algorithm.build(columns, backend=backend, state=state)
+    return algorithm.build(copies_of(like), backend=backend, state=state)
 
 
 def same_numbers(a: Any, b: Any) -> bool:
@@ -481,10 +485,7 @@ def test_a_loaded_run_goes_on_with_the_same_bits(
     algorithm: Algorithm, backend: str, state: Any
 ) -> None:
     optimizer = trained(backend, state, algorithm)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = through_file(optimizer.state_dict())
     for values in loaded["state"].values():
         assert set(values) <= {"step", *FORMATS}
         assert {v.dtype for v in values.values()} <= {torch.float32, torch.bfloat16}
@@ -569,8 +570,7 @@ def test_state_is_no_option_of_a_group() -> None:
 
 
 def test_float64_parameters_have_no_narrow_state(backend: str) -> None:
-    p = Parameter(torch.zeros(3, dtype=torch.float64))
-    p.grad = torch.ones_like(p)
+    p = with_grad(torch.zeros(3, dtype=torch.float64))
     if backend == "triton":
         pytest.skip("it has no float64")
     optimizer = ngn_kernels.NGNM([p], backend=backend, state="8bit")
