@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,6 +116,14 @@ def snapshot(optimizer: Any) -> list[tuple[bytes, dict[str, bytes]]]:
         )
         for p in params_of(optimizer)
     ]
+
+
+def warnings_of(step: Callable[[], Any], kind: type[Warning] = Warning) -> list[str]:
+    """What is said in warnings of a kind, each of them every time."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step()
+    return [str(w.message) for w in said if issubclass(w.category, kind)]
 
 
 @contextmanager

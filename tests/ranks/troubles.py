@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import bits
+from helpers import bits, warnings_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -304,10 +304,8 @@ def skip(what: str) -> tuple[list[str], int, bool]:
     if what == "overflow":
         optimizer.grad_scale = torch.tensor(2.0)
         optimizer.found_inf = torch.tensor(float(bad_rank()))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", SkippedStepWarning)
-        optimizer.step(loss=loss)
-    return [str(w.message) for w in said], int(optimizer.skipped_steps), bits(p) == before
+    said = warnings_of(lambda: optimizer.step(loss=loss))
+    return said, int(optimizer.skipped_steps), bits(p) == before
 
 
 def nothing_to_do() -> tuple[bool, bool]:
