@@ -20,6 +20,7 @@ DTYPES = {
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "triton": (torch.float32, torch.bfloat16, torch.float16),
 }
+Snapshot = list[tuple[bytes, dict[str, bytes]]]
 SHAPES = ([(3,), (5, 7)], [(40,), ()])
 
 
@@ -101,13 +102,20 @@ def fresh(algorithm: Algorithm, backend: str, **options: Any) -> Any:
     return optimizer
 
 
+def after_step(algorithm: Algorithm, backend: str, loss: float) -> Snapshot:
+    """What a `fresh` optimizer is after a plain step."""
+    optimizer = fresh(algorithm, backend)
+    optimizer.step(loss=loss)
+    return snapshot(optimizer)
+
+
 def bits(tensor: Tensor) -> bytes:
     """The stored bits, so that NaN equals NaN and 0.0 differs from -0.0."""
     whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     return bytes(whole.view(-1).view(torch.uint8).numpy().tobytes())
 
 
-def snapshot(optimizer: Any) -> list[tuple[bytes, dict[str, bytes]]]:
+def snapshot(optimizer: Any) -> Snapshot:
     """Parameters and state of an optimizer, as bits, in the order of its parameters."""
     return [
         (
@@ -135,7 +143,7 @@ def unchanged(optimizer: Any, new_state: bool = True) -> Iterator[None]:
     assert new_state or snapshot(optimizer) == before
 
 
-def assert_unchanged(optimizer: Any, before: list[tuple[bytes, dict[str, bytes]]]) -> None:
+def assert_unchanged(optimizer: Any, before: Snapshot) -> None:
     """Bit-identical, except that state which did not exist may now be there as zeros."""
     for i, ((x0, state0), (x1, state1)) in enumerate(zip(before, snapshot(optimizer), strict=True)):
         assert x0 == x1, f"parameter {i} changed"
