@@ -118,10 +118,7 @@ def bits(tensor: Tensor) -> bytes:
 def snapshot(optimizer: Any) -> Snapshot:
     """Parameters and state of an optimizer, as bits, in the order of its parameters."""
     return [
-        (
-            bits(p),
-            {k: bits(torch.as_tensor(v)) for k, v in optimizer.state.get(p, {}).items()},
-        )
+        (bits(p), {k: bits(torch.as_tensor(v)) for k, v in optimizer.state.get(p, {}).items()})
         for p in params_of(optimizer)
     ]
 

@@ -466,10 +466,7 @@ def a_checkpoint_goes_to_another_backend(run: Run, rng: random.Random) -> Any:
 
 def fits_triton(run: Run) -> bool:
     """It takes float32 and halves, with float32 state."""
-    tensors = [
-        *run.params,
-        *(s[k] for s in run.optimizer.state.values() for k in STATE if k in s),
-    ]
+    tensors = [*run.params, *(s[k] for s in run.optimizer.state.values() for k in STATE if k in s)]
     double = {torch.float64, torch.complex128, torch.int8, torch.uint8}
     return run.kind != "narrow" and not any(t.dtype in double for t in tensors)
 

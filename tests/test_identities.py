@@ -204,9 +204,7 @@ def test_erratum_of_mdv1w(backend: str, dtype: torch.dtype, weight_decay: float)
 
 
 def evaluations_to_reach(
-    threshold: float,
-    problem: Callable[[torch.Tensor], torch.Tensor],
-    optimizer: Any,
+    threshold: float, problem: Callable[[torch.Tensor], torch.Tensor], optimizer: Any
 ) -> int:
     (p,) = params_of(optimizer)
     for count in range(1, 10_000):

@@ -477,10 +477,7 @@ def test_gradients_are_sent_only_when_they_move(
 @EVERY
 @CLIPPING
 def test_a_graph_carries_its_own_numbers(
-    algorithm: Algorithm,
-    clipping: float | None,
-    fake_gpu: FakeGPU,
-    monkeypatch: pytest.MonkeyPatch,
+    algorithm: Algorithm, clipping: float | None, fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a graph exists, every step sends all: who wrote last is not known. Once each."""
     sent = sent_by(monkeypatch)

@@ -192,10 +192,7 @@ TROUBLES: dict[str, tuple[Trouble, str]] = {
         stepped(lambda o: o.step(loss=-9.0 if bad_rank() else 1.0)),
         "the loss .* is below loss_floor=0.0",
     ),
-    "no loss": (
-        stepped(lambda o: o.step()),
-        "needs the loss of this step from at least one rank",
-    ),
+    "no loss": (stepped(lambda o: o.step()), "needs the loss of this step from at least one rank"),
     "a bad loss beside partial gradients": (
         with_partial_gradient(lambda o: o.step(loss=word_or(1.0))),
         BAD_LOSS,
