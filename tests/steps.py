@@ -24,3 +24,10 @@ def check_next_step(algorithm: Algorithm, optimizer: Any, seed: int = 7, loss: f
     """One step beside the oracle, from wherever the optimizer is now."""
     random_gradients(params_of(optimizer), seed=seed)
     Pair(algorithm, optimizer).checked_step(loss)
+
+
+def checked_steps(pair: Pair, *seeds: int, loss: float = 1.0, **gradients: Any) -> None:
+    """A step for each seed, with random gradients, each compared element by element."""
+    for seed in seeds:
+        random_gradients(params_of(pair.optimizer), seed=seed, **gradients)
+        pair.checked_step(loss)

@@ -22,7 +22,7 @@ from helpers import (
     with_grad,
 )
 from pair import Pair, numbers_in
-from steps import check_next_step, train
+from steps import check_next_step, checked_steps, train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -342,9 +342,7 @@ def test_memory_orders(backend: str, state: Any) -> None:
         ]
 
     pair = Pair(NGNMDv1W, NGNMDv1W.simple(params(), backend=backend, state=state))
-    for k in range(3):
-        random_gradients(params_of(pair.optimizer), seed=k)
-        pair.checked_step(1.0)
+    checked_steps(pair, 0, 1, 2)
 
 
 @EVERY_STATE
