@@ -209,8 +209,8 @@ class Run(RandomisedRun):
         return any(p.grad is not None for p in self.params)
 
     def new_loss(self, rng: random.Random) -> float:
-        height = rng.choice((0.0, 1e-3, 0.5, 2.0, 30.0))
-        return float(self.optimizer.loss_floor) + height
+        above_floor = rng.choice((0.0, 1e-3, 0.5, 2.0, 30.0))
+        return float(self.optimizer.loss_floor) + above_floor
 
     def start(self) -> Pair:
         """The oracle, where the optimizer is."""

@@ -35,7 +35,7 @@ from ngn_kernels.layout import QUANT_BLOCK, DType, Rounding
 STATES: tuple[Any, ...] = ("bfloat16", "8bit", ("8bit", "bfloat16"), ("float32", "8bit"))
 EVERY_STATE = pytest.mark.parametrize("state", STATES, ids=str)
 KEPT = [a for a in ALGORITHMS if a.momentum or a.rms]
-# A whole number of quanta, one element more, a matrix; and a small one.
+# A whole number of blocks, one element more, a matrix; and a small one.
 SHAPES = ([(4096,), (10,), (65, 64)], [(4161,)])
 LARGE = (3, 16385)  # several chunks; an interpreter's are smaller
 NARROW = [
@@ -167,7 +167,7 @@ def test_noise_differs_between_parameters_steps_and_elements() -> None:
         assert all((a == b).sum() < 5 for b in draws[i + 1 :])
 
 
-def test_noise_is_spread_evenly_along_a_quantum_and_along_a_window() -> None:
+def test_noise_is_spread_evenly_along_a_block_and_along_a_window() -> None:
     """Of 64 numbers none is further than 3/64 from the next, in either half of the word."""
     first_of_window = 63
     grid = torch.stack([noise_of(torch.zeros(640), 3, first_of_window + s) for s in range(64)])
@@ -177,7 +177,7 @@ def test_noise_is_spread_evenly_along_a_quantum_and_along_a_window() -> None:
             gap = (sorted_.roll(-1, 1) - sorted_) % 65536
             assert gap.max() < 3 / 64 * 65536
     starts = grid[0].view(-1, 64)[:, 0]
-    assert (starts.diff() % 2**32).unique().numel() == 9, "a quantum follows from the one before"
+    assert (starts.diff() % 2**32).unique().numel() == 9, "a block follows from the one before"
 
 
 def test_bytes_of_the_formats() -> None:
@@ -221,7 +221,7 @@ def test_steps_from_identical_state(
 @EVERY_STATE
 @pytest.mark.parametrize("algorithm", [NGNMDv1, NGNMDv2], ids=str)
 def test_a_run_stays_near_float32(algorithm: Algorithm, backend: str, state: Any) -> None:
-    """Gradients that fall tenfold, with sizes over two decades within a quantum."""
+    """Gradients that fall tenfold, with sizes over two decades within a block."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** (-2 * torch.rand(64, 128, generator=generator))
     drift = torch.randn(64, 128, generator=generator).sign()
@@ -328,7 +328,7 @@ def test_momentum_that_a_narrow_type_cannot_hold_is_kept(
 
 @EVERY_STATE
 def test_memory_orders(backend: str, state: Any) -> None:
-    """Transposed, channels last, with gaps: quanta are counted in memory, whatever the shape."""
+    """Transposed, channels last, with gaps: blocks are counted in memory, whatever the shape."""
 
     def params() -> list[Parameter]:
         generator = torch.Generator().manual_seed(0)
@@ -415,7 +415,7 @@ def test_float64_state_beside_what_is_narrower(
     options: dict[str, Any],
     keys: tuple[str, ...],
 ) -> None:
-    """It stays float64, with numbers computed in float32; whole quanta, a tail, and a small one."""
+    """It stays float64, with numbers computed in float32; whole blocks, a tail, and a small one."""
     if backend == "triton":
         pytest.skip("it has no float64")
     columns = random_columns([[(4096,), (10,)], [(65, 64), (4161,)]], stored)
@@ -441,7 +441,7 @@ def test_float64_state_that_is_kept_keeps_all_of_its_bits(backend: str) -> None:
     optimizer.step(loss=1.0)
     state = optimizer.state[p]
     state["exp_avg_sq"] = v = state["exp_avg_sq"].double() * (1 + 2.0**-40)
-    places = [7, 8, 4098]  # in a whole quantum, and in the tail
+    places = [7, 8, 4098]  # in a whole block, and in the tail
     v[8] = 1e300
     v[4098] = 1e200
     p.grad[7] = math.nan

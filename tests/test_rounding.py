@@ -18,7 +18,7 @@ from torch.nn import Parameter
 import ngn_kernels
 from ngn_kernels import SkippedStepWarning, formats
 
-# Below, at and above a quantum, a block and a chunk; an interpreter's chunks are smaller.
+# Below, at and above a quantised block, a kernel's block and a chunk; an interpreter's chunks are smaller.
 SHAPES = ([(1,), (63,), (65, 64)], [(513,), (3, 16385), ()])
 INTERPRETED = ([(1,), (65, 64)], [(513,), ()])
 
@@ -158,7 +158,7 @@ def test_small_steps_are_not_lost(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.essential
-def test_both_rounded_and_coded(backend: str) -> None:
+def test_both_rounded_and_quantised(backend: str) -> None:
     """Parameters and state at once, from identical state against the oracle."""
     options: dict[str, Any] = {"rounding": "exact", "state": ("8bit", "bfloat16")}
     optimizer = NGNMDv1W.build(

@@ -113,25 +113,25 @@ def test_narrow_numbers_take_the_same_launches(
 
 
 # Each step: what it is given, and what it costs besides the launches when gradients stay in place.
-# A step looks for news of an earlier one, which is a copy of its own.
-NEWS = ["copy_"]
+# A step reads the report of an earlier one, which is a copy of its own.
+REPORT = ["copy_"]
 STEPS: dict[str, tuple[Callable[[Any, int], Any], list[str]]] = {
-    "a loss on the device": (lambda optimizer, k: new_loss(), ["_foreach_copy_", *NEWS]),
-    "the same number": (lambda optimizer, k: 1.0, NEWS),
-    "another number": (lambda optimizer, k: 1.0 + k, ["copy_", *NEWS]),
-    "a loss on the host": (lambda optimizer, k: torch.tensor(1.0 + k), ["copy_", *NEWS]),
-    "a scheduler": (lambda optimizer, k: set_lrs(optimizer, 0.1 * k), ["copy_", *NEWS]),
+    "a loss on the device": (lambda optimizer, k: new_loss(), ["_foreach_copy_", *REPORT]),
+    "the same number": (lambda optimizer, k: 1.0, REPORT),
+    "another number": (lambda optimizer, k: 1.0 + k, ["copy_", *REPORT]),
+    "a loss on the host": (lambda optimizer, k: torch.tensor(1.0 + k), ["copy_", *REPORT]),
+    "a scheduler": (lambda optimizer, k: set_lrs(optimizer, 0.1 * k), ["copy_", *REPORT]),
     "a gradient scaler": (
         lambda optimizer, k: set_scale(optimizer, new_loss()),
-        ["_foreach_copy_", *NEWS],
+        ["_foreach_copy_", *REPORT],
     ),
     "a gradient scaler, then none": (
         lambda optimizer, k: set_scale(optimizer, None if k % 2 else new_loss()),
-        ["copy_", "_foreach_copy_", *NEWS],
+        ["copy_", "_foreach_copy_", *REPORT],
     ),
     "lrs on the device": (
         lambda optimizer, k: set_lrs(optimizer, torch.full((), 0.1, device="cuda:0")),
-        ["_foreach_copy_", *NEWS],
+        ["_foreach_copy_", *REPORT],
     ),
 }
 
@@ -199,7 +199,7 @@ def test_moved_gradients_are_one_more_copy(algorithm: Algorithm, fake_gpu: FakeG
         optimizer.step(loss=loss)
         if k > 0:
             assert fake_gpu.watch.created == []
-            assert fake_gpu.watch.work == ["copy_", "_foreach_copy_", *NEWS]
+            assert fake_gpu.watch.work == ["copy_", "_foreach_copy_", *REPORT]
 
 
 @EVERY

@@ -241,7 +241,7 @@ def test_bytes_of_narrow_numbers(
     ids=str,
 )
 def test_narrow_state(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
-    """Tails below a quantum, more than one chunk, a view at an odd address, and small parameters."""
+    """Tails below a block, more than one chunk, a view at an odd address, and small parameters."""
     columns = random_columns([[(4161,), (10,)], []])
     columns[1].append(Parameter(misaligned(0.1 * torch.randn(4100), 1)))
     run(steps(algorithm, columns, state="8bit", max_grad_norm=1.0))
