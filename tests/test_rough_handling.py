@@ -463,7 +463,7 @@ def test_a_step_that_raises_leaves_no_scale_behind(way: str, backend: str) -> No
     ("name", "value"),
     [
         *(("momentum", 0.9), ("betas", (0.9, 0.99)), ("eps", 1e-8), ("beta2", 0.9)),
-        *(("momentum", 0.0), ("eps", 1.0)),  # which would change nothing
+        *(("momentum", 0.0), ("eps", 1.0), ("eps", None)),  # which would change nothing
     ],
 )
 def test_values_of_other_algorithms_are_refused(name: str, value: Any, backend: str) -> None:
