@@ -9,11 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from algorithms import Algorithm
 from oracle import Array
 from torch import Tensor
 from torch.nn import Parameter
+
+from ngn_kernels import backends
 
 DTYPES = {
     "reference": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -71,6 +74,12 @@ def random_gradients(
         if dtype is not None:
             p.grad_dtype = dtype
         p.grad = values.to(dtype or p.dtype)
+
+
+def replace_triton(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Another backend in its place, or the reason why there is none."""
+    load = backends._load
+    monkeypatch.setattr(backends, "_load", lambda name: backend if name == "triton" else load(name))
 
 
 def with_grad(values: Tensor, grad: float = 1.0) -> Any:
