@@ -9,13 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from ngn_bench.gpu.triton_report import (
-    TARGETS,
-    Target,
-    Variant,
-    compile_variant,
-    resources,
-)
+from ngn_bench.gpu.triton_report import TARGETS, Target, Variant, compile_variant, resources
 
 
 def on_each_target(variants: Iterable[Variant]) -> pytest.MarkDecorator:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import replace_triton
 from ngn_bench.gpu.stub_kernels import counting_backend
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import ngn_kernels.backends as backends
 from ngn_kernels.backends.triton import TritonBackend
 from ngn_kernels.layout import Count
 
@@ -98,8 +98,7 @@ class Watch(TorchDispatchMode):
 def counting(monkeypatch: pytest.MonkeyPatch, device_type: str) -> tuple[list[Any], TritonBackend]:
     """The backend with launches that only count, in the place of the real one."""
     launches, backend = counting_backend(device_type)
-    load = backends._load
-    monkeypatch.setattr(backends, "_load", lambda name: backend if name == "triton" else load(name))
+    replace_triton(monkeypatch, backend)
     return launches, backend
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import io
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from algorithms import Algorithm
 from oracle import Array
 from torch import Tensor
 from torch.nn import Parameter
 
+from ngn_kernels import backends
+
 DTYPES = {
     "reference": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "triton": (torch.float32, torch.bfloat16, torch.float16),
 }
+Snapshot = list[tuple[bytes, dict[str, bytes]]]
 SHAPES = ([(3,), (5, 7)], [(40,), ()])
 
 
@@ -70,11 +76,46 @@ def random_gradients(
         p.grad = values.to(dtype or p.dtype)
 
 
+def replace_triton(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Another backend in its place, or the reason why there is none."""
+    load = backends._load
+    monkeypatch.setattr(backends, "_load", lambda name: backend if name == "triton" else load(name))
+
+
+def with_grad(values: Tensor, grad: float = 1.0) -> Any:
+    """A parameter whose gradient is the same number everywhere."""
+    p = Parameter(values)
+    p.grad = torch.full_like(p, grad)
+    return p
+
+
+def copies_of(optimizer: Any) -> list[list[Parameter]]:
+    """Its parameters once more, one list per group."""
+    return [
+        [Parameter(p.detach().clone()) for p in group["params"]] for group in optimizer.param_groups
+    ]
+
+
+def through_file(saved: Any) -> Any:
+    """Written and read again, as weights only."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 def fresh(algorithm: Algorithm, backend: str, **options: Any) -> Any:
     """An optimizer of two groups whose parameters have gradients."""
     optimizer = algorithm.build(random_columns(SHAPES), backend=backend, **options)
     random_gradients(params_of(optimizer), seed=1)
     return optimizer
+
+
+def after_step(algorithm: Algorithm, backend: str, loss: float) -> Snapshot:
+    """What a `fresh` optimizer is after a plain step."""
+    optimizer = fresh(algorithm, backend)
+    optimizer.step(loss=loss)
+    return snapshot(optimizer)
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -83,15 +124,20 @@ def bits(tensor: Tensor) -> bytes:
     return bytes(whole.view(-1).view(torch.uint8).numpy().tobytes())
 
 
-def snapshot(optimizer: Any) -> list[tuple[bytes, dict[str, bytes]]]:
+def snapshot(optimizer: Any) -> Snapshot:
     """Parameters and state of an optimizer, as bits, in the order of its parameters."""
     return [
-        (
-            bits(p),
-            {k: bits(torch.as_tensor(v)) for k, v in optimizer.state.get(p, {}).items()},
-        )
+        (bits(p), {k: bits(torch.as_tensor(v)) for k, v in optimizer.state.get(p, {}).items()})
         for p in params_of(optimizer)
     ]
+
+
+def warnings_of(step: Callable[[], Any], kind: type[Warning] = Warning) -> list[str]:
+    """What is said in warnings of a kind, each of them every time."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step()
+    return [str(w.message) for w in said if issubclass(w.category, kind)]
 
 
 @contextmanager
@@ -103,7 +149,7 @@ def unchanged(optimizer: Any, new_state: bool = True) -> Iterator[None]:
     assert new_state or snapshot(optimizer) == before
 
 
-def assert_unchanged(optimizer: Any, before: list[tuple[bytes, dict[str, bytes]]]) -> None:
+def assert_unchanged(optimizer: Any, before: Snapshot) -> None:
     """Bit-identical, except that state which did not exist may now be there as zeros."""
     for i, ((x0, state0), (x1, state1)) in enumerate(zip(before, snapshot(optimizer), strict=True)):
         assert x0 == x1, f"parameter {i} changed"

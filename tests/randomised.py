@@ -7,10 +7,8 @@ be repeated. test_randomised.py lets hypothesis write that list, soak.py a plain
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, Algorithm, Hyper
-from helpers import DTYPES, params_of, real64, unchanged
+from helpers import DTYPES, copies_of, params_of, real64, through_file, unchanged, warnings_of
 from layouts import LAYOUTS
 from pair import Pair, close, largest, numbers_in
 from torch import Tensor
@@ -96,10 +94,7 @@ class RandomisedRun:
 
     def skip(self, step: Callable[[], Any]) -> None:
         """A step that is counted and warned of once."""
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", SkippedStepWarning)
-            step()
-        assert sum(issubclass(w.category, SkippedStepWarning) for w in said) == 1
+        assert len(warnings_of(step, SkippedStepWarning)) == 1
         self.skipped += 1
         self.steps += 1
         assert int(self.optimizer.skipped_steps) == self.skipped
@@ -220,8 +215,8 @@ class Run(RandomisedRun):
         return any(p.grad is not None for p in self.params)
 
     def new_loss(self, rng: random.Random) -> float:
-        height = rng.choice((0.0, 1e-3, 0.5, 2.0, 30.0))
-        return float(self.optimizer.loss_floor) + height
+        above_floor = rng.choice((0.0, 1e-3, 0.5, 2.0, 30.0))
+        return float(self.optimizer.loss_floor) + above_floor
 
     def start(self) -> Pair:
         """The oracle, where the optimizer is."""
@@ -462,17 +457,11 @@ def a_checkpoint_goes_to_another_backend(run: Run, rng: random.Random) -> Any:
         del old.state[gone]
     saved = old.state_dict()
     if rng.random() < 0.3:
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
+        saved = through_file(saved)
     target = rng.choice(run.backends)
     if target == "triton" and not fits_triton(run):
         return False
-    groups = [
-        {"params": [Parameter(p.detach().clone()) for p in group["params"]]}
-        for group in old.param_groups
-    ]
+    groups = [{"params": column} for column in copies_of(old)]
     options = {"state": old._storage.given, "rounding": old._storage.rounding}
     new = run.algorithm.simple(groups, backend=target, **run.options, **options)
     new.load_state_dict(saved)
@@ -485,10 +474,7 @@ def a_checkpoint_goes_to_another_backend(run: Run, rng: random.Random) -> Any:
 
 def fits_triton(run: Run) -> bool:
     """It takes float32 and halves, with float32 state."""
-    tensors = [
-        *run.params,
-        *(s[k] for s in run.optimizer.state.values() for k in STATE if k in s),
-    ]
+    tensors = [*run.params, *(s[k] for s in run.optimizer.state.values() for k in STATE if k in s)]
     double = {torch.float64, torch.complex128, torch.int8, torch.uint8}
     return run.kind != "narrow" and not any(t.dtype in double for t in tensors)
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from algorithms import Algorithm
 from helpers import params_of, random_gradients
 from pair import Pair
-from torch import Tensor
 
 
-def train(
-    optimizer: Any, *seeds: int, loss: float = 1.0, params: Iterable[Tensor] | None = None
-) -> None:
-    """A step for each seed, with random gradients of all parameters or of these."""
+def train(optimizer: Any, *seeds: int, loss: float = 1.0, **gradients: Any) -> None:
+    """A step for each seed, with random gradients."""
     for seed in seeds:
-        random_gradients(params_of(optimizer) if params is None else params, seed=seed)
+        random_gradients(params_of(optimizer), seed=seed, **gradients)
         optimizer.step(loss=loss)
 
 
@@ -24,3 +20,10 @@ def check_next_step(algorithm: Algorithm, optimizer: Any, seed: int = 7, loss: f
     """One step beside the oracle, from wherever the optimizer is now."""
     random_gradients(params_of(optimizer), seed=seed)
     Pair(algorithm, optimizer).checked_step(loss)
+
+
+def checked_steps(pair: Pair, *seeds: int, loss: float = 1.0, **gradients: Any) -> None:
+    """A step for each seed, with random gradients, each compared element by element."""
+    for seed in seeds:
+        random_gradients(params_of(pair.optimizer), seed=seed, **gradients)
+        pair.checked_step(loss)

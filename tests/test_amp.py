@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import EVERY, Algorithm
-from helpers import assert_unchanged, params_of, random_columns, random_gradients, snapshot
+from helpers import params_of, random_columns, random_gradients, unchanged
 from pair import Pair
 from steps import train
 
@@ -35,18 +35,27 @@ def backward(pair: Pair, scaler: Any, seed: int) -> torch.Tensor:
     return loss
 
 
+def checked_step(pair: Pair, scaler: Any, seed: int, pending: bool = False) -> None:
+    """A scaled step beside the oracle, with the loss as argument or given before."""
+    loss = backward(pair, scaler, seed)
+    pair.sync()
+    pair.expect(loss, grad_scale=scaler.get_scale())
+    if pending:
+        pair.optimizer.set_loss(loss)
+        scaler.step(pair.optimizer)
+    else:
+        scaler.step(pair.optimizer, loss=loss)
+    pair.check_step()
+    scaler.update()
+
+
 @pytest.mark.essential
 @pytest.mark.parametrize("max_grad_norm", [None, 0.3])
 def test_scaler_step(algorithm: Algorithm, backend: str, max_grad_norm: float | None) -> None:
     """Across a growth of the scale; clipping is by the unscaled norm."""
     pair, scaler = started(algorithm, backend, max_grad_norm=max_grad_norm)
     for k in range(4):
-        loss = backward(pair, scaler, k)
-        pair.sync()
-        pair.expect(loss, grad_scale=scaler.get_scale())
-        scaler.step(pair.optimizer, loss=loss)
-        pair.check_step()
-        scaler.update()
+        checked_step(pair, scaler, k)
     assert scaler.get_scale() == 4 * SCALE
     assert int(pair.optimizer.skipped_steps) == 0
 
@@ -90,26 +99,17 @@ def test_overflow_skips_the_whole_step(
 ) -> None:
     pair, scaler = started(algorithm, backend)
     optimizer = pair.optimizer
-    scaler.step(optimizer, loss=backward(pair, scaler, 0))
-    scaler.update()
-    before = snapshot(optimizer)
-
+    checked_step(pair, scaler, 0)
     loss = backward(pair, scaler, 1)
     params_of(optimizer)[1].grad[-1] = value
     if unscale:
         scaler.unscale_(optimizer)
-    with pytest.warns(ngn_kernels.SkippedStepWarning):
+    with unchanged(optimizer), pytest.warns(ngn_kernels.SkippedStepWarning):
         scaler.step(optimizer, loss=loss)
     scaler.update()
-    assert_unchanged(optimizer, before)
     assert int(optimizer.skipped_steps) == 1
     assert scaler.get_scale() == SCALE / 2
-
-    loss = backward(pair, scaler, 2)
-    pair.sync()
-    pair.expect(loss, grad_scale=scaler.get_scale())
-    scaler.step(optimizer, loss=loss)
-    pair.check_step()
+    checked_step(pair, scaler, 2)
 
 
 @pytest.mark.essential
@@ -121,13 +121,11 @@ def test_found_inf_is_honoured(
     pair, _ = started(algorithm, backend)
     optimizer = pair.optimizer
     train(optimizer, 0)
-    before = snapshot(optimizer)
     optimizer.found_inf = torch.ones_like(grad_scale) if grad_scale is not None else torch.ones(())
     if grad_scale is not None:
         optimizer.grad_scale = grad_scale
-    with pytest.warns(ngn_kernels.SkippedStepWarning):
+    with unchanged(optimizer), pytest.warns(ngn_kernels.SkippedStepWarning):
         optimizer.step(loss=1.0)
-    assert_unchanged(optimizer, before)
     assert int(optimizer.skipped_steps) == 1
 
     optimizer.found_inf = torch.zeros(())
@@ -137,52 +135,31 @@ def test_found_inf_is_honoured(
 def test_overflow_of_the_scaled_loss(algorithm: Algorithm, backend: str) -> None:
     """A scale too large for float32 makes gradients infinite; training then goes on."""
     columns = random_columns([[(6, 3)], [(6,)]], scale=1e3)
-    optimizer = algorithm.build(columns, backend=backend)
-    pair = Pair(algorithm, optimizer)
+    pair = Pair(algorithm, algorithm.build(columns, backend=backend))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
-    before = snapshot(optimizer)
-    with pytest.warns(ngn_kernels.SkippedStepWarning):
-        scaler.step(optimizer, loss=backward(pair, scaler, 0))
-    scaler.update()
-    assert_unchanged(optimizer, before)
     loss = backward(pair, scaler, 0)
-    pair.expect(loss, grad_scale=scaler.get_scale())
-    scaler.step(optimizer, loss=loss)
-    pair.check_step()
+    with unchanged(pair.optimizer), pytest.warns(ngn_kernels.SkippedStepWarning):
+        scaler.step(pair.optimizer, loss=loss)
+    scaler.update()
+    checked_step(pair, scaler, 0)
 
 
 def test_disabled_scaler_passes_through(algorithm: Algorithm, backend: str) -> None:
     pair, _ = started(algorithm, backend)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    loss = backward(pair, scaler, 0)
-    pair.expect(loss)
-    scaler.step(pair.optimizer, loss=loss)
-    pair.check_step()
+    checked_step(pair, torch.amp.GradScaler("cpu", enabled=False), 0)
 
 
 def test_set_loss_with_the_scaler(algorithm: Algorithm, backend: str) -> None:
     """Trainers that call `scaler.step(opt)` bring the loss by `set_loss`; a skip consumes it."""
     pair, scaler = started(algorithm, backend)
-    loss = backward(pair, scaler, 0)
-    pair.optimizer.set_loss(loss)
-    pair.expect(loss, grad_scale=scaler.get_scale())
-    scaler.step(pair.optimizer)
-    pair.check_step()
-    scaler.update()
-
+    checked_step(pair, scaler, 0, pending=True)
     loss = backward(pair, scaler, 1)
     params_of(pair.optimizer)[0].grad[0, 0] = float("inf")
     pair.optimizer.set_loss(loss)
     with pytest.warns(ngn_kernels.SkippedStepWarning):
         scaler.step(pair.optimizer)
     scaler.update()
-
-    loss = backward(pair, scaler, 2)
-    pair.optimizer.set_loss(loss)
-    pair.sync()
-    pair.expect(loss, grad_scale=scaler.get_scale())
-    scaler.step(pair.optimizer)
-    pair.check_step()
+    checked_step(pair, scaler, 2, pending=True)
 
 
 def test_half_precision_gradients(algorithm: Algorithm, backend: str) -> None:

@@ -29,6 +29,7 @@ from helpers import (
     random_columns,
     random_gradients,
     snapshot,
+    with_grad,
 )
 from layouts import LAYOUTS
 from pair import Pair
@@ -324,9 +325,8 @@ def test_float32_state_of_float64_parameters_overflows(
     """Numbers that float64 parameters bear and their float32 state does not: kept, and told."""
     if not (algorithm.momentum if key == "momentum_buffer" else algorithm.rms):
         pytest.skip("the rule has no such state")
-    p = Parameter(torch.tensor([1.0, 1.0, 1.0], dtype=dtype))
+    p = with_grad(torch.tensor([1.0, 1.0, 1.0], dtype=dtype))
     optimizer = algorithm.build([[p]], [Hyper(1.0, 0.5, 0.99)], backend=backend)
-    p.grad = torch.ones_like(p)
     optimizer.step(loss=1.0)
     state = optimizer.state[p]
     state[key] = state[key].float()
@@ -353,8 +353,7 @@ def test_float32_state_of_float64_parameters_overflows(
 @pytest.mark.parametrize("algorithm", ["NGND", "NGNMDv2"])
 def test_no_step_where_lr_and_height_are_0(algorithm: str, backend: str) -> None:
     """gamma would be 0/0 for each coordinate: it is 0, and that is no bad number."""
-    p = Parameter(torch.ones(70))
-    p.grad = torch.ones_like(p)
+    p = with_grad(torch.ones(70))
     optimizer = getattr(ngn_kernels, algorithm)([p], lr=0.0, backend=backend)
     optimizer.step(loss=0.0)
     assert torch.equal(p.detach(), torch.ones(70))
@@ -363,8 +362,7 @@ def test_no_step_where_lr_and_height_are_0(algorithm: str, backend: str) -> None
 
 def test_an_overflow_explains_a_bad_loss(backend: str) -> None:
     """Where both are there, the scaler's overflow is the reason that is told."""
-    p = Parameter(torch.ones(3))
-    p.grad = torch.ones_like(p)
+    p = with_grad(torch.ones(3))
     optimizer = ngn_kernels.NGNM([p], backend=backend)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.ones(())
     with pytest.warns(SkippedStepWarning, match="scaler found an overflow"):

@@ -460,10 +460,7 @@ def test_swapped_parameters_are_watched_again() -> None:
     assert sum(hooks_of(run)) == 2
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda both: pickle.loads(pickle.dumps(both)),
-}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)

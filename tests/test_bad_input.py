@@ -28,6 +28,7 @@ from helpers import (
     random_gradients,
     snapshot,
     unchanged,
+    with_grad,
 )
 from layouts import LAYOUTS
 from pair import Pair
@@ -142,8 +143,7 @@ def test_backend_that_cannot_run_raises_with_the_reason(name: str) -> None:
     reason = availability()[name]
     if reason is None:
         pytest.skip("it can run here")
-    p = Parameter(torch.ones(2))
-    p.grad = torch.ones(2)
+    p = with_grad(torch.ones(2))
     with pytest.raises((RuntimeError, ValueError, ImportError)) as caught:
         NGN.simple([p], backend=name).step(loss=1.0)
     assert name in str(caught.value) and reason in str(caught.value)

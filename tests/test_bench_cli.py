@@ -13,15 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import (
-    ROOFLINE,
-    TINY,
-    Bench,
-    overflowing_after,
-    raising_after,
-    rows_by_name,
-    run,
-)
+from bench_runs import ROOFLINE, TINY, Bench, overflowing_after, raising_after, rows_by_name, run
 from ngn_bench import environment
 from ngn_bench.contenders import registry
 from ngn_bench.contenders.registry import CONTENDERS
@@ -46,12 +38,7 @@ def test_step_measures_and_records(bench: Bench) -> None:
     rows = rows_by_name(record)
     memory = record["memory_bandwidth"]
     assert set(memory) == {"copy", "update"}
-    assert set(rows) == {
-        "ngnmdv1:reference",
-        "adamw:fused",
-        "adamw:foreach",
-        "adamw:for-loop",
-    }
+    assert set(rows) == {"ngnmdv1:reference", "adamw:fused", "adamw:foreach", "adamw:for-loop"}
     for row in rows.values():
         assert row["verdict"]["ok"] is True
         time = row["time"]

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import (
-    CPU,
-    ROOFLINE,
-    Bench,
-    overflowing_after,
-    rows_by_name,
-)
+from bench_runs import CPU, ROOFLINE, Bench, overflowing_after, rows_by_name
 from ngn_bench.commands.step import CPU_TABLE
 from ngn_bench.contenders import traffic
 from ngn_bench.contenders.check import check

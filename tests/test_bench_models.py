@@ -88,7 +88,7 @@ def test_language_models_do_not_see_the_future(name: str) -> None:
 
 
 def test_rotary_attention_depends_on_distance_only() -> None:
-    from ngn_bench.models.text import rotate
+    from ngn_bench.models.attention import rotate
 
     angles = torch.outer(torch.arange(8.0), torch.tensor([1.0, 0.1]))
     cos, sin = angles.cos(), angles.sin()

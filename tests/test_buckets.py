@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from algorithms import EVERY, NGNM, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
-from helpers import assert_unchanged, params_of, random_columns, random_gradients, snapshot
+from helpers import (
+    assert_unchanged,
+    params_of,
+    random_columns,
+    random_gradients,
+    snapshot,
+    warnings_of,
+)
 from pair import Pair
 from steps import check_next_step, train
 from torch import Tensor
@@ -36,10 +42,7 @@ def three_buckets(algorithm: Algorithm, backend: str, **options: Any) -> Any:
 
 
 def warned(step: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", SkippedStepWarning)
-        step()
-    return [str(w.message) for w in said if issubclass(w.category, SkippedStepWarning)]
+    return warnings_of(step, SkippedStepWarning)
 
 
 def assert_counted_once(algorithm: Algorithm, optimizer: Any, loss: float, reason: Reason) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from algorithms import EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv2
 from conftest import runnable_backends
-from helpers import SHAPES, params_of, random_columns, random_gradients, snapshot, unchanged
+from helpers import (
+    SHAPES,
+    copies_of,
+    params_of,
+    random_columns,
+    random_gradients,
+    snapshot,
+    through_file,
+    unchanged,
+)
 from pair import Pair
 from steps import check_next_step
 from torch.distributed.checkpoint.state_dict import (
@@ -41,10 +50,7 @@ def trained(algorithm: Algorithm, backend: str, dtype: torch.dtype, **options: A
 
 def untrained(like: Any, algorithm: Algorithm, backend: str, **options: Any) -> Any:
     """Another optimizer over copies of the same parameters, with other values in its groups."""
-    columns = [
-        [Parameter(p.detach().clone()) for p in group["params"]] for group in like.param_groups
-    ]
-    groups = [{"params": column, "lr": 0.123} for column in columns]
+    groups = [{"params": column, "lr": 0.123} for column in copies_of(like)]
     return algorithm.simple(groups, backend=backend, **options)
 
 
@@ -62,11 +68,8 @@ def test_round_trip_goes_on_bit_for_bit(
 ) -> None:
     """Through torch.save and weights_only load, in every dtype: state is never recast."""
     optimizer = trained(algorithm, backend, dtype, max_grad_norm=0.7)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
     other = untrained(optimizer, algorithm, backend, max_grad_norm=0.7)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(through_file(optimizer.state_dict()))
     for k in range(3, 6):
         assert snapshot(other) == snapshot(optimizer)
         for p, q in zip(params_of(optimizer), params_of(other), strict=True):
@@ -146,7 +149,7 @@ def test_float32_state_for_float64_parameters_is_kept(algorithm: Algorithm, back
         pytest.skip("no float64 on this backend")
     optimizer = trained(algorithm, backend, torch.float32)
     other = algorithm.build(
-        [[Parameter(p.detach().double()) for p in g["params"]] for g in optimizer.param_groups],
+        [[Parameter(p.double()) for p in column] for column in copies_of(optimizer)],
         backend=backend,
     )
     other.load_state_dict(optimizer.state_dict())
@@ -340,10 +343,7 @@ def test_keys_of_the_users_own_are_kept(algorithm: Algorithm, state: str, backen
     for k in range(2):
         random_gradients(columns[0], seed=k)
         optimizer.step(loss=1.0)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_file(optimizer.state_dict())
     others = [*(Parameter(p.detach().clone()) for p in columns[0])]
     other = algorithm.simple([*others, frozen], backend=backend, state=state)
     other.load_state_dict(saved)
@@ -393,20 +393,13 @@ def as_it_is(module: Linear, optimizer: Any, other: Linear, loaded: Any) -> None
 
 
 def through_a_file(module: Linear, optimizer: Any, other: Linear, loaded: Any) -> None:
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded.load_state_dict(torch.load(file, weights_only=True))
+    loaded.load_state_dict(through_file(optimizer.state_dict()))
 
 
 def by_name(module: Linear, optimizer: Any, other: Linear, loaded: Any, flat: bool = False) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     saved = get_optimizer_state_dict(module, optimizer, options=options)
     set_optimizer_state_dict(other, loaded, saved, options=options)
-
-
-def by_name_flattened(*runs: Any) -> None:
-    by_name(*runs, flat=True)
 
 
 def in_distributed_files(
@@ -422,18 +415,18 @@ def in_distributed_files(
     set_optimizer_state_dict(other, loaded, read["optimizer"], options=options)
 
 
-def in_distributed_files_flattened(*runs: Any) -> None:
-    in_distributed_files(*runs, flat=True)
-
-
-WAYS = (
-    *(as_it_is, through_a_file, by_name, by_name_flattened),
-    *(in_distributed_files, in_distributed_files_flattened),
+WAYS = pytest.mark.parametrize(
+    "way",
+    [
+        *(as_it_is, through_a_file, by_name, in_distributed_files),
+        pytest.param(partial(by_name, flat=True), id="by name, flattened"),
+        pytest.param(partial(in_distributed_files, flat=True), id="distributed files, flattened"),
+    ],
 )
 
 
 @pytest.mark.essential
-@pytest.mark.parametrize("way", WAYS)
+@WAYS
 @pytest.mark.parametrize("state", ["float32", "8bit"])
 def test_the_count_of_skipped_steps_is_restored(
     way: Callable[..., None], state: str, backend: str
@@ -461,7 +454,7 @@ def test_the_count_of_skipped_steps_is_restored(
         skip(optimizer, 2)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@WAYS
 def test_options_that_differ_are_warned_of_and_stay(way: Callable[..., None], backend: str) -> None:
     module, other = Linear(), Linear()
     optimizer = module.optimizer(backend, max_grad_norm=0.5, loss_floor=-1.0)

@@ -11,6 +11,7 @@ from algorithms import EVERY, Algorithm, Hyper
 from extent import Extent
 from helpers import params_of, random_columns, random_gradients
 from pair import Pair
+from steps import checked_steps
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -104,9 +105,7 @@ def test_gradients_of_another_dtype(
         pair = Pair(
             algorithm, algorithm.build(random_columns(extent.shapes, dtype), backend=backend)
         )
-        for k in range(2):
-            random_gradients(params_of(pair.optimizer), seed=k, dtype=grad_dtype)
-            pair.checked_step(2.0)
+        checked_steps(pair, 0, 1, loss=2.0, dtype=grad_dtype)
 
 
 @pytest.mark.essential
@@ -114,8 +113,7 @@ def test_many_tensors(algorithm: Algorithm, backend: str, extent: Extent) -> Non
     """Small ones in two groups; all of them count, move, and share one denominator."""
     half = [(1,)] * (extent.tensors // 2)
     pair = Pair(algorithm, algorithm.build(random_columns([half, half]), backend=backend))
-    random_gradients(params_of(pair.optimizer), seed=0, norm=3.0)
-    pair.checked_step(0.8)
+    checked_steps(pair, 0, loss=0.8, norm=3.0)
 
 
 @pytest.mark.essential
@@ -125,9 +123,7 @@ def test_dtypes_side_by_side(algorithm: Algorithm, backend: str) -> None:
     low = [random_columns([shapes], d, seed=3)[0] for d in (torch.float16, torch.bfloat16)]
     columns = [random_columns([shapes])[0] + low[0], low[1]]
     pair = Pair(algorithm, algorithm.build(columns, backend=backend))
-    for k in range(2):
-        random_gradients(params_of(pair.optimizer), seed=k)
-        pair.checked_step(0.9)
+    checked_steps(pair, 0, 1, loss=0.9)
 
 
 @pytest.mark.essential

@@ -22,7 +22,7 @@ from algorithms import (
     NGNMDv1W,
     NGNMDv2,
 )
-from helpers import SHAPES, params_of, random_columns, random_gradients, real64
+from helpers import SHAPES, params_of, random_columns, random_gradients, real64, with_grad
 from pair import Pair
 from torch.nn import Parameter
 
@@ -204,9 +204,7 @@ def test_erratum_of_mdv1w(backend: str, dtype: torch.dtype, weight_decay: float)
 
 
 def evaluations_to_reach(
-    threshold: float,
-    problem: Callable[[torch.Tensor], torch.Tensor],
-    optimizer: Any,
+    threshold: float, problem: Callable[[torch.Tensor], torch.Tensor], optimizer: Any
 ) -> int:
     (p,) = params_of(optimizer)
     for count in range(1, 10_000):
@@ -263,9 +261,8 @@ def test_telemetry_is_the_oracles(algorithm: Algorithm, backend: str, dtype: tor
 @pytest.mark.parametrize("algorithm", SCALAR, ids=str)
 def test_shrink_at_the_minimum_is_one(algorithm: Algorithm, backend: str) -> None:
     """0/0: at the minimum nothing holds the step back, and without a gradient nothing moves."""
-    p = Parameter(torch.ones(3))
+    p = with_grad(torch.ones(3), 0.0)
     optimizer = algorithm.simple([p], weight_decay=0.0, backend=backend)
-    p.grad = torch.zeros(3)
     optimizer.step(loss=0.0)
     assert float(optimizer.shrink) == 1.0
     assert torch.equal(p, torch.ones(3))

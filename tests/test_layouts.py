@@ -8,6 +8,7 @@ from algorithms import EVERY, Algorithm, Hyper
 from helpers import params_of, random_columns, random_gradients, real64
 from layouts import LAYOUTS
 from pair import Pair
+from steps import checked_steps
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -18,12 +19,6 @@ ONE_GROUP = (Hyper(0.3, 0.9, 0.99, 1e-6, 0.05),)
 
 def pair_with(algorithm: Algorithm, params: list[Tensor], backend: str) -> Pair:
     return Pair(algorithm, algorithm.build([params], ONE_GROUP, backend=backend))
-
-
-def two_checked_steps(pair: Pair) -> None:
-    for k in range(2):
-        random_gradients(params_of(pair.optimizer), seed=k)
-        pair.checked_step(0.8)
 
 
 @pytest.mark.essential
@@ -47,7 +42,7 @@ def test_parameter_and_gradient_layouts(
 def test_gaps_of_a_strided_parameter_are_not_touched(algorithm: Algorithm, backend: str) -> None:
     base = torch.full((6, 8), 7.0)
     p = Parameter(base[::2, 1::3])
-    two_checked_steps(pair_with(algorithm, [p], backend))
+    checked_steps(pair_with(algorithm, [p], backend), 0, 1, loss=0.8)
     base[::2, 1::3] = 7.0
     assert (base == 7.0).all()
 
@@ -76,13 +71,13 @@ def test_interleaved_views_do_not_overlap(algorithm: Algorithm, backend: str) ->
     """Two parameters may share a storage as long as they share no element."""
     base = torch.linspace(-1, 1, 20)
     params = [Parameter(base[::2]), Parameter(base[1::2])]
-    two_checked_steps(pair_with(algorithm, list(params), backend))
+    checked_steps(pair_with(algorithm, list(params), backend), 0, 1, loss=0.8)
 
 
 def test_adjacent_views_do_not_overlap(algorithm: Algorithm, backend: str) -> None:
     base = torch.linspace(-1, 1, 33)
     params = [Parameter(base[:16]), Parameter(base[16:])]
-    two_checked_steps(pair_with(algorithm, list(params), backend))
+    checked_steps(pair_with(algorithm, list(params), backend), 0, 1, loss=0.8)
 
 
 @pytest.mark.essential
@@ -175,9 +170,7 @@ def test_many_small_tensors_in_many_groups(algorithm: Algorithm, backend: str) -
     columns = random_columns([[(i % 7,), (3, i % 5), (i,)] * 5 for i in range(20)])
     hypers = [Hyper(0.3 / (i + 1), 0.9 - i / 40, 0.99, 1e-6, i / 100) for i in range(20)]
     pair = Pair(algorithm, algorithm.build(columns, hypers, backend=backend))
-    for k in range(2):
-        random_gradients(params_of(pair.optimizer), seed=k)
-        pair.checked_step(1.0)
+    checked_steps(pair, 0, 1)
 
 
 def test_relaid_between_steps(algorithm: Algorithm, backend: str) -> None:

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 from algorithms import EVERY, NGN, NGNM, Algorithm, NGNMDv1, NGNMDv2
-from helpers import assert_unchanged, fresh, params_of, random_gradients, snapshot, unchanged
+from helpers import (
+    after_step,
+    assert_unchanged,
+    fresh,
+    params_of,
+    random_gradients,
+    snapshot,
+    unchanged,
+)
 from pair import Pair
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.nn import Parameter
@@ -68,22 +76,20 @@ def test_closure_runs_once_with_gradients_enabled(backend: str) -> None:
 
 @EVERY
 def test_set_loss_is_a_weighted_mean(algorithm: Algorithm, backend: str) -> None:
-    mean, plain = fresh(algorithm, backend), fresh(algorithm, backend)
+    mean = fresh(algorithm, backend)
     mean.set_loss(torch.tensor(1.0), weight=3)
     mean.set_loss(5.0, weight=1.0)
     mean.step()
-    plain.step(loss=2.0)
-    assert snapshot(mean) == snapshot(plain)
+    assert snapshot(mean) == after_step(algorithm, backend, 2.0)
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(5), torch.tensor([2.5]), np.int64(3)], ids=repr)
 def test_weights_may_be_tensors_on_the_host(backend: str, weight: Any) -> None:
-    given, plain = fresh(NGNM, backend), fresh(NGNM, backend)
+    given = fresh(NGNM, backend)
     given.set_loss(1.0, weight=weight)
     given.set_loss(2.0, weight=1)
     given.step()
-    plain.step(loss=(float(weight) + 2) / (float(weight) + 1))
-    assert snapshot(given) == snapshot(plain)
+    assert snapshot(given) == after_step(NGNM, backend, (float(weight) + 2) / (float(weight) + 1))
 
 
 BAD_WEIGHTS = {
@@ -167,13 +173,12 @@ def test_missing_loss_says_what_to_write(backend: str) -> None:
 
 def test_pending_loss_does_not_outlive_a_refused_step(backend: str) -> None:
     """`set_loss` is consumed by the next step, also by one that refuses it."""
-    optimizer, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    optimizer = fresh(NGNMDv1, backend)
     optimizer.set_loss(-1.0)
     with pytest.raises(ValueError, match="loss_floor"):
         optimizer.step()
     optimizer.step(loss=1.0)
-    plain.step(loss=1.0)
-    assert snapshot(optimizer) == snapshot(plain)
+    assert snapshot(optimizer) == after_step(NGNMDv1, backend, 1.0)
 
 
 @EVERY
@@ -272,12 +277,11 @@ def test_distributed_checkpoint_initialises_and_loads(backend: str) -> None:
 
 @EVERY
 def test_add_loss_is_a_sum(algorithm: Algorithm, backend: str) -> None:
-    added, plain = fresh(algorithm, backend), fresh(algorithm, backend)
+    added = fresh(algorithm, backend)
     for share in (torch.tensor(0.5), 1.25, torch.tensor(0.25, requires_grad=True)):
         added.add_loss(share)
     assert added.step() is None
-    plain.step(loss=2.0)
-    assert snapshot(added) == snapshot(plain)
+    assert snapshot(added) == after_step(algorithm, backend, 2.0)
 
 
 PENDING: dict[str, Callable[[Any], Any]] = {
@@ -295,20 +299,18 @@ PENDING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("call", PENDING.values(), ids=PENDING)
 def test_a_pending_loss_goes_before_the_closure(backend: str, call: Any) -> None:
     """Trainers return the last micro-batch's share; the step still returns what they returned."""
-    pending, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    pending = fresh(NGNMDv1, backend)
     assert call(pending) == 7.0
-    plain.step(loss=2.0)
-    assert snapshot(pending) == snapshot(plain)
+    assert snapshot(pending) == after_step(NGNMDv1, backend, 2.0)
     with pytest.raises(RuntimeError, match="loss"):
         pending.step()
 
 
 def test_a_closure_may_return_none_where_a_loss_is_pending(backend: str) -> None:
-    pending, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    pending = fresh(NGNMDv1, backend)
     pending.add_loss(2.0)
     assert pending.step(lambda: None) is None
-    plain.step(loss=2.0)
-    assert snapshot(pending) == snapshot(plain)
+    assert snapshot(pending) == after_step(NGNMDv1, backend, 2.0)
 
 
 def test_a_pending_loss_can_be_asked_for_and_dropped(backend: str) -> None:
@@ -336,13 +338,12 @@ def test_a_closure_that_fails_leaves_nothing_pending(backend: str) -> None:
 
 
 def test_a_refused_pair_of_losses_leaves_nothing_pending(backend: str) -> None:
-    optimizer, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    optimizer = fresh(NGNMDv1, backend)
     optimizer.add_loss(3.0)
     with pytest.raises(RuntimeError, match="two sources"):
         optimizer.step(loss=1.0)
     optimizer.step(loss=1.0)
-    plain.step(loss=1.0)
-    assert snapshot(optimizer) == snapshot(plain)
+    assert snapshot(optimizer) == after_step(NGNMDv1, backend, 1.0)
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.0])
@@ -367,14 +368,13 @@ def test_a_step_without_gradients_is_no_error_and_takes_the_loss(backend: str, l
 
 def test_proxies_that_copy_the_dict_share_what_is_pending(backend: str) -> None:
     """Lightning's and Fabric's optimizers are made like this one."""
-    optimizer, plain = fresh(NGNMDv1, backend), fresh(NGNMDv1, backend)
+    optimizer = fresh(NGNMDv1, backend)
     proxy = object.__new__(type("Proxy", (type(optimizer),), {}))
     proxy.__dict__ = dict(optimizer.__dict__)
     proxy.add_loss(1.0)
     optimizer.add_loss(1.0)
     optimizer.step()
-    plain.step(loss=2.0)
-    assert snapshot(optimizer) == snapshot(plain)
+    assert snapshot(optimizer) == after_step(NGNMDv1, backend, 2.0)
     with pytest.raises(RuntimeError, match="needs the loss"):
         proxy.step()
     random_gradients(params_of(optimizer), seed=2)

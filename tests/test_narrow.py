@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +12,17 @@ import torch
 from algorithms import ALGORITHMS, EVERY, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
 from conftest import runnable_backends
 from extent import Extent
-from helpers import params_of, random_columns, random_gradients, snapshot
+from helpers import (
+    copies_of,
+    params_of,
+    random_columns,
+    random_gradients,
+    snapshot,
+    through_file,
+    with_grad,
+)
 from pair import Pair, numbers_in
-from steps import check_next_step, train
+from steps import check_next_step, checked_steps, train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -28,7 +35,7 @@ from ngn_kernels.layout import QUANT_BLOCK, DType, Rounding
 STATES: tuple[Any, ...] = ("bfloat16", "8bit", ("8bit", "bfloat16"), ("float32", "8bit"))
 EVERY_STATE = pytest.mark.parametrize("state", STATES, ids=str)
 KEPT = [a for a in ALGORITHMS if a.momentum or a.rms]
-# A whole number of quanta, one element more, a matrix; and a small one.
+# A whole number of blocks, one element more, a matrix; and a small one.
 SHAPES = ([(4096,), (10,), (65, 64)], [(4161,)])
 LARGE = (3, 16385)  # several chunks; an interpreter's are smaller
 NARROW = [
@@ -160,7 +167,7 @@ def test_noise_differs_between_parameters_steps_and_elements() -> None:
         assert all((a == b).sum() < 5 for b in draws[i + 1 :])
 
 
-def test_noise_is_spread_evenly_along_a_quantum_and_along_a_window() -> None:
+def test_noise_is_spread_evenly_along_a_block_and_along_a_window() -> None:
     """Of 64 numbers none is further than 3/64 from the next, in either half of the word."""
     first_of_window = 63
     grid = torch.stack([noise_of(torch.zeros(640), 3, first_of_window + s) for s in range(64)])
@@ -170,7 +177,7 @@ def test_noise_is_spread_evenly_along_a_quantum_and_along_a_window() -> None:
             gap = (sorted_.roll(-1, 1) - sorted_) % 65536
             assert gap.max() < 3 / 64 * 65536
     starts = grid[0].view(-1, 64)[:, 0]
-    assert (starts.diff() % 2**32).unique().numel() == 9, "a quantum follows from the one before"
+    assert (starts.diff() % 2**32).unique().numel() == 9, "a block follows from the one before"
 
 
 def test_bytes_of_the_formats() -> None:
@@ -214,7 +221,7 @@ def test_steps_from_identical_state(
 @EVERY_STATE
 @pytest.mark.parametrize("algorithm", [NGNMDv1, NGNMDv2], ids=str)
 def test_a_run_stays_near_float32(algorithm: Algorithm, backend: str, state: Any) -> None:
-    """Gradients that fall tenfold, with sizes over two decades within a quantum."""
+    """Gradients that fall tenfold, with sizes over two decades within a block."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** (-2 * torch.rand(64, 128, generator=generator))
     drift = torch.randn(64, 128, generator=generator).sign()
@@ -288,9 +295,8 @@ def test_elements_that_would_not_be_finite_keep_their_numbers(backend: str, stat
 @pytest.mark.essential
 def test_what_a_narrow_type_cannot_hold_is_kept(backend: str) -> None:
     """Between the largest bfloat16 and the largest float32 there is room for a number."""
-    p = Parameter(torch.zeros(4096))
+    p = with_grad(torch.zeros(4096), 1e-3)
     optimizer = ngn_kernels.NGNMDv2([p], betas=(0.9, 0.5), backend=backend, state="bfloat16")
-    p.grad = torch.full_like(p, 1e-3)
     optimizer.step(loss=1.0)
     v = optimizer.state[p]["exp_avg_sq"]
     largest = torch.finfo(torch.bfloat16).max
@@ -322,7 +328,7 @@ def test_momentum_that_a_narrow_type_cannot_hold_is_kept(
 
 @EVERY_STATE
 def test_memory_orders(backend: str, state: Any) -> None:
-    """Transposed, channels last, with gaps: quanta are counted in memory, whatever the shape."""
+    """Transposed, channels last, with gaps: blocks are counted in memory, whatever the shape."""
 
     def params() -> list[Parameter]:
         generator = torch.Generator().manual_seed(0)
@@ -336,9 +342,7 @@ def test_memory_orders(backend: str, state: Any) -> None:
         ]
 
     pair = Pair(NGNMDv1W, NGNMDv1W.simple(params(), backend=backend, state=state))
-    for k in range(3):
-        random_gradients(params_of(pair.optimizer), seed=k)
-        pair.checked_step(1.0)
+    checked_steps(pair, 0, 1, 2)
 
 
 @EVERY_STATE
@@ -411,7 +415,7 @@ def test_float64_state_beside_what_is_narrower(
     options: dict[str, Any],
     keys: tuple[str, ...],
 ) -> None:
-    """It stays float64, with numbers computed in float32; whole quanta, a tail, and a small one."""
+    """It stays float64, with numbers computed in float32; whole blocks, a tail, and a small one."""
     if backend == "triton":
         pytest.skip("it has no float64")
     columns = random_columns([[(4096,), (10,)], [(65, 64), (4161,)]], stored)
@@ -432,13 +436,12 @@ def test_float64_state_that_is_kept_keeps_all_of_its_bits(backend: str) -> None:
     """It was rounded to be computed with, and may be more than float32 can hold."""
     if backend == "triton":
         pytest.skip("it has no float64")
-    p = Parameter(torch.zeros(4100))
+    p = with_grad(torch.zeros(4100), 1e-3)
     optimizer = ngn_kernels.NGNMDv2([p], backend=backend, state=("8bit", "float32"))
-    p.grad = torch.full_like(p, 1e-3)
     optimizer.step(loss=1.0)
     state = optimizer.state[p]
     state["exp_avg_sq"] = v = state["exp_avg_sq"].double() * (1 + 2.0**-40)
-    places = [7, 8, 4098]  # in a whole quantum, and in the tail
+    places = [7, 8, 4098]  # in a whole block, and in the tail
     v[8] = 1e300
     v[4098] = 1e200
     p.grad[7] = math.nan
@@ -460,8 +463,7 @@ def trained(backend: str, state: Any, algorithm: Algorithm = NGNMDv1) -> Any:
 
 
 def another(like: Any, backend: str, state: Any, algorithm: Algorithm = NGNMDv1) -> Any:
-    columns = [[Parameter(p.detach().clone()) for p in g["params"]] for g in like.param_groups]
-    return algorithm.build(columns, backend=backend, state=state)
+    return algorithm.build(copies_of(like), backend=backend, state=state)
 
 
 def same_numbers(a: Any, b: Any) -> bool:
@@ -481,10 +483,7 @@ def test_a_loaded_run_goes_on_with_the_same_bits(
     algorithm: Algorithm, backend: str, state: Any
 ) -> None:
     optimizer = trained(backend, state, algorithm)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = through_file(optimizer.state_dict())
     for values in loaded["state"].values():
         assert set(values) <= {"step", *FORMATS}
         assert {v.dtype for v in values.values()} <= {torch.float32, torch.bfloat16}
@@ -569,8 +568,7 @@ def test_state_is_no_option_of_a_group() -> None:
 
 
 def test_float64_parameters_have_no_narrow_state(backend: str) -> None:
-    p = Parameter(torch.zeros(3, dtype=torch.float64))
-    p.grad = torch.ones_like(p)
+    p = with_grad(torch.zeros(3, dtype=torch.float64))
     if backend == "triton":
         pytest.skip("it has no float64")
     optimizer = ngn_kernels.NGNM([p], backend=backend, state="8bit")

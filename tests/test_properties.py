@@ -44,7 +44,7 @@ options = st.fixed_dictionaries(
 @given(
     groups=groups,
     options=options,
-    height=st.sampled_from([0.0, 1e-3, 1.0, 30.0]),
+    above_floor=st.sampled_from([0.0, 1e-3, 1.0, 30.0]),
     seed=st.integers(0, 99),
 )
 def test_any_problem(
@@ -52,7 +52,7 @@ def test_any_problem(
     backend: str,
     groups: list[tuple[Hyper, list[tuple[tuple[int, ...], str, str, bool]]]],
     options: dict[str, Any],
-    height: float,
+    above_floor: float,
     seed: int,
 ) -> None:
     """Two steps; every parameter and gradient in a layout of its own, some without gradient."""
@@ -70,4 +70,4 @@ def test_any_problem(
         for (_, rows), params in zip(groups, columns, strict=True):
             for p, (shape, _, there, has_gradient) in zip(params, rows, strict=True):
                 p.grad = draw(shape, there, 0.1) if has_gradient else None
-        pair.checked_step(options["loss_floor"] + height)
+        pair.checked_step(options["loss_floor"] + above_floor)

@@ -25,6 +25,7 @@ from helpers import (
     random_gradients,
     real64,
     snapshot,
+    with_grad,
 )
 from pair import Pair
 from steps import check_next_step, train
@@ -299,8 +300,7 @@ def test_gradients_are_let_go_after_a_step(backend: str) -> None:
     counts = [sys.getrefcount(p.grad) for p in params_of(optimizer)]
     optimizer.step(loss=1.0)
     assert [sys.getrefcount(p.grad) for p in params_of(optimizer)] == counts
-    other = Parameter(torch.zeros(3))
-    other.grad = torch.zeros(3)
+    other = with_grad(torch.zeros(3), 0.0)
     assert set(counts) == {sys.getrefcount(other.grad)}
 
 
@@ -320,8 +320,7 @@ def threads_of_torch(count: int) -> Iterator[None]:
 
 
 def after_a_zero_gradient(x: Tensor, backend: str) -> Tensor:
-    p = Parameter(x.clone())
-    p.grad = torch.zeros_like(p)
+    p = with_grad(x.clone(), 0.0)
     ngn_kernels.NGN([p], lr=1.0, backend=backend).step(loss=1.0)
     return p.detach()
 
@@ -470,9 +469,8 @@ def test_a_step_that_raises_leaves_no_scale_behind(way: str, backend: str) -> No
 def test_values_of_other_algorithms_are_refused(name: str, value: Any, backend: str) -> None:
     with pytest.raises(ValueError, match=rf"NGN has no {name} .*take it out of the group"):
         NGN([{"params": [Parameter(torch.ones(2))], name: value}], backend=backend)
-    p = Parameter(torch.ones(2))
+    p = with_grad(torch.ones(2))
     optimizer = NGN([p], backend=backend)
-    p.grad = torch.ones(2)
     optimizer.step(loss=1.0)
     before = p.tolist()
     optimizer.param_groups[0][name] = value

@@ -9,7 +9,7 @@ import pytest
 import torch
 from algorithms import EVERY, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
 from extent import Shapes
-from helpers import params_of, random_columns, random_gradients, unchanged
+from helpers import copies_of, params_of, random_columns, random_gradients, unchanged, with_grad
 from pair import Pair
 from steps import check_next_step, train
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 import ngn_kernels
 from ngn_kernels import SkippedStepWarning, formats
 
-# Below, at and above a quantum, a block and a chunk; an interpreter's chunks are smaller.
+# Below, at and above a quantised block, a kernel's block and a chunk; an interpreter's chunks are smaller.
 SHAPES = ([(1,), (63,), (65, 64)], [(513,), (3, 16385), ()])
 INTERPRETED = ([(1,), (65, 64)], [(513,), ()])
 
@@ -158,7 +158,7 @@ def test_small_steps_are_not_lost(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.essential
-def test_both_rounded_and_coded(backend: str) -> None:
+def test_both_rounded_and_quantised(backend: str) -> None:
     """Parameters and state at once, from identical state against the oracle."""
     options: dict[str, Any] = {"rounding": "exact", "state": ("8bit", "bfloat16")}
     optimizer = NGNMDv1W.build(
@@ -192,9 +192,8 @@ def test_a_skipped_step_and_kept_elements(backend: str, rounding: str) -> None:
 @pytest.mark.essential
 def test_no_parameter_overflows_at_random(backend: str, rounding: str) -> None:
     largest = torch.finfo(torch.bfloat16).max
-    p = Parameter(torch.full((4096,), largest, dtype=torch.bfloat16))
+    p = with_grad(torch.full((4096,), largest, dtype=torch.bfloat16), 0.0)
     optimizer = ngn_kernels.NGNM([p], backend=backend, rounding=rounding)
-    p.grad = torch.zeros_like(p)
     optimizer.step(loss=1.0)
     optimizer.state[p]["momentum_buffer"].fill_(-(2.0**118))  # a quarter of an ulp
     if rounding == "stochastic":
@@ -230,10 +229,8 @@ def test_memory_orders(backend: str, rounding: str) -> None:
 @pytest.mark.parametrize("rounding", ["stochastic", "exact"])
 def test_a_loaded_run_goes_on_with_the_same_bits(backend: str, rounding: str) -> None:
     optimizer = run(NGNMDv1, backend, torch.bfloat16, rounding=rounding, state="8bit")
-    columns = [[Parameter(p.detach().clone()) for p in g["params"]] for g in optimizer.param_groups]
-    other = NGNMDv1.build(
-        columns, backend=backend, max_grad_norm=1.0, rounding=rounding, state="8bit"
-    )
+    options = {"max_grad_norm": 1.0, "rounding": rounding, "state": "8bit"}
+    other = NGNMDv1.build(copies_of(optimizer), backend=backend, **options)
     other.load_state_dict(optimizer.state_dict())
     for k in range(2):
         for each in (optimizer, other):
@@ -259,8 +256,7 @@ def test_an_unknown_rounding(rounding: Any) -> None:
     ids=["float16", "float32"],
 )
 def test_exact_is_for_bfloat16(backend: str, kind: torch.dtype, advice: str) -> None:
-    p = Parameter(torch.ones(9, dtype=kind))
-    p.grad = torch.ones_like(p)
+    p = with_grad(torch.ones(9, dtype=kind))
     optimizer = ngn_kernels.NGNM([p], backend=backend, rounding="exact")
     with pytest.raises(TypeError, match=advice):
         optimizer.step(loss=1.0)
@@ -276,8 +272,7 @@ def test_exact_beside_float32_parameters(backend: str) -> None:
 
 
 def test_a_checkpoint_without_its_remainder(backend: str) -> None:
-    p = Parameter(torch.ones(9, dtype=torch.bfloat16))
-    p.grad = torch.ones_like(p)
+    p = with_grad(torch.ones(9, dtype=torch.bfloat16))
     plain = ngn_kernels.NGNM([p], backend=backend)
     plain.step(loss=1.0)
     saved = plain.state_dict()
@@ -296,8 +291,7 @@ def test_a_checkpoint_without_its_remainder(backend: str) -> None:
     "bad", [torch.zeros(9), torch.zeros(8, dtype=torch.int16), 3], ids=["type", "shape", "number"]
 )
 def test_a_remainder_that_does_not_fit(backend: str, bad: Any) -> None:
-    p = Parameter(torch.ones(9, dtype=torch.bfloat16))
-    p.grad = torch.ones_like(p)
+    p = with_grad(torch.ones(9, dtype=torch.bfloat16))
     optimizer = ngn_kernels.NGNM([p], backend=backend, rounding="exact")
     optimizer.step(loss=1.0)
     optimizer.state[p]["remainder"] = bad

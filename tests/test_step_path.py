@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
+from helpers import with_grad
 
 import ngn_kernels
 from ngn_kernels import NGNMDv1
@@ -28,8 +28,7 @@ def documented() -> list[str]:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
 def test_the_page_follows_a_step() -> None:
-    p = Parameter(torch.ones(3))
-    p.grad = torch.ones(3)
+    p = with_grad(torch.ones(3))
     optimizer = NGNMDv1([p])
     optimizer.step(loss=1.0)
     called: list[str] = []

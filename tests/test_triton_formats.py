@@ -45,7 +45,7 @@ def through(
 
 
 # The format in the kernels, and what formats.py makes of values and noise: codes, beside them, back.
-def coded(key: str, name: str):
+def encoded(key: str, name: str):
     form = FORMATS[key][name]
 
     def wanted(values: Tensor, random: Tensor):
@@ -69,10 +69,10 @@ def split(values: Tensor, random: Tensor):
 
 
 CASES = {
-    "m 8bit": (torch.int8, "nearest", coded("momentum_buffer", "8bit")),
-    "m bfloat16": (torch.bfloat16, "nearest", coded("momentum_buffer", "bfloat16")),
-    "v 8bit": (torch.uint8, "stochastic", coded("exp_avg_sq", "8bit")),
-    "v bfloat16": (torch.bfloat16, "stochastic", coded("exp_avg_sq", "bfloat16")),
+    "m 8bit": (torch.int8, "nearest", encoded("momentum_buffer", "8bit")),
+    "m bfloat16": (torch.bfloat16, "nearest", encoded("momentum_buffer", "bfloat16")),
+    "v 8bit": (torch.uint8, "stochastic", encoded("exp_avg_sq", "8bit")),
+    "v bfloat16": (torch.bfloat16, "stochastic", encoded("exp_avg_sq", "bfloat16")),
     "x float16": (torch.float16, "stochastic", half(formats.stochastic_float16)),
     "x exact": (torch.bfloat16, "exact", split),
 }
@@ -81,7 +81,7 @@ PLACES = (0, 0, 0), (7, 62, 64), (7, 63, 2**32 - 77), (2**33 + 5, 100_000, 2**40
 
 
 def sample(case: str) -> Tensor:
-    """All samples one after the other, each from a quantum on, to a size that ends within one."""
+    """All samples one after the other, each from a block on, to a size that ends within one."""
     most = 65504.0 if case == "x float16" else LIMITS.get(case, 3.38e38)
     values = torch.cat([formats.blocks_of(values).flatten() for values in SAMPLES.values()])
     values = values[: len(values) - 17].clamp(max=most)

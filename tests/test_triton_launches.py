@@ -6,7 +6,6 @@ The launches are stubs that count. Where waiting matters, the tensors are fakes 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from algorithms import EVERY, NGND, Algorithm, NGNMDv1
 from fake_gpu import Event, FakeGPU, Synchronised, counting, place
+from helpers import replace_triton, warnings_of
 from torch import Tensor
 
 import ngn_kernels.backends as backends
@@ -28,7 +28,7 @@ from ngn_kernels.planning.transfer import SPARE, Pinned
 
 pytest.importorskip("triton")
 
-CLIPPING = pytest.mark.parametrize("clipping", [False, True], ids=["", "clipping"])
+CLIPPING = pytest.mark.parametrize("clipping", [None, 1.0], ids=["", "clipping"])
 
 
 @pytest.fixture
@@ -40,10 +40,12 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
 def optimizer_of(
     algorithm: Algorithm, tensors: int, groups: int = 1, device: str = "cuda:0", **options: Any
 ) -> tuple[Any, list[Tensor]]:
+    """An optimizer of parameters that have gradients."""
     params: list[Tensor] = [
         torch.nn.Parameter(torch.empty(7 + i % 5, device=device))
         for i in range(max(tensors, groups))
     ]
+    new_gradients(params)
     columns = [{"params": params[i::groups], "lr": 0.1 + i} for i in range(groups)]
     return algorithm.simple(columns, **{"backend": "triton", **options}), params
 
@@ -57,8 +59,8 @@ def new_loss(device: str = "cuda:0") -> Tensor:
     return torch.ones((), device=device)
 
 
-def launches_of(algorithm: Algorithm, clipping: bool) -> list[str]:
-    norm = clipping and (algorithm.coordinate or algorithm.rms)
+def launches_of(algorithm: Algorithm, clipping: float | None) -> list[str]:
+    norm = clipping is not None and (algorithm.coordinate or algorithm.rms)
     return ["reduce"] * norm + ["reduce"] * (not algorithm.coordinate) + ["apply"]
 
 
@@ -70,12 +72,13 @@ def test_launches_do_not_grow_with_the_model(
     algorithm: Algorithm,
     tensors: int,
     groups: int,
-    clipping: bool,
+    clipping: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launches, _ = counting(monkeypatch, "cpu")
-    options = {"max_grad_norm": 1.0} if clipping else {}
-    optimizer, params = optimizer_of(algorithm, tensors, groups, device="cpu", **options)
+    optimizer, params = optimizer_of(
+        algorithm, tensors, groups, device="cpu", max_grad_norm=clipping
+    )
     for _ in range(2):
         new_gradients(params)
         launches.clear()
@@ -86,10 +89,9 @@ def test_launches_do_not_grow_with_the_model(
 @EVERY
 @CLIPPING
 def test_narrow_numbers_take_the_same_launches(
-    algorithm: Algorithm, clipping: bool, fake_gpu: FakeGPU
+    algorithm: Algorithm, clipping: float | None, fake_gpu: FakeGPU
 ) -> None:
     """And nothing new on the device; small parameters, whose state is float32, are launched apart."""
-    options = {"max_grad_norm": 1.0} if clipping else {}
     narrow = {"state": "8bit", "rounding": "exact"}
     for sizes, buckets in (
         ([5000, 4096], 1),
@@ -98,7 +100,7 @@ def test_narrow_numbers_take_the_same_launches(
         params: list[Tensor] = [
             torch.nn.Parameter(torch.empty(n, device="cuda:0", dtype=torch.bfloat16)) for n in sizes
         ]
-        optimizer = algorithm.simple(params, backend="triton", **narrow, **options)
+        optimizer = algorithm.simple(params, backend="triton", **narrow, max_grad_norm=clipping)
         new_gradients(params)
         for k in range(3):
             loss = new_loss()
@@ -111,25 +113,25 @@ def test_narrow_numbers_take_the_same_launches(
 
 
 # Each step: what it is given, and what it costs besides the launches when gradients stay in place.
-# A step looks for news of an earlier one, which is a copy of its own.
-NEWS = ["copy_"]
+# A step reads the report of an earlier one, which is a copy of its own.
+REPORT = ["copy_"]
 STEPS: dict[str, tuple[Callable[[Any, int], Any], list[str]]] = {
-    "a loss on the device": (lambda optimizer, k: new_loss(), ["_foreach_copy_", *NEWS]),
-    "the same number": (lambda optimizer, k: 1.0, NEWS),
-    "another number": (lambda optimizer, k: 1.0 + k, ["copy_", *NEWS]),
-    "a loss on the host": (lambda optimizer, k: torch.tensor(1.0 + k), ["copy_", *NEWS]),
-    "a scheduler": (lambda optimizer, k: set_lrs(optimizer, 0.1 * k), ["copy_", *NEWS]),
+    "a loss on the device": (lambda optimizer, k: new_loss(), ["_foreach_copy_", *REPORT]),
+    "the same number": (lambda optimizer, k: 1.0, REPORT),
+    "another number": (lambda optimizer, k: 1.0 + k, ["copy_", *REPORT]),
+    "a loss on the host": (lambda optimizer, k: torch.tensor(1.0 + k), ["copy_", *REPORT]),
+    "a scheduler": (lambda optimizer, k: set_lrs(optimizer, 0.1 * k), ["copy_", *REPORT]),
     "a gradient scaler": (
         lambda optimizer, k: set_scale(optimizer, new_loss()),
-        ["_foreach_copy_", *NEWS],
+        ["_foreach_copy_", *REPORT],
     ),
     "a gradient scaler, then none": (
         lambda optimizer, k: set_scale(optimizer, None if k % 2 else new_loss()),
-        ["copy_", "_foreach_copy_", *NEWS],
+        ["copy_", "_foreach_copy_", *REPORT],
     ),
     "lrs on the device": (
         lambda optimizer, k: set_lrs(optimizer, torch.full((), 0.1, device="cuda:0")),
-        ["_foreach_copy_", *NEWS],
+        ["_foreach_copy_", *REPORT],
     ),
 }
 
@@ -150,8 +152,7 @@ def set_scale(optimizer: Any, scale: Tensor | None) -> float | Tensor:
 def test_a_step_never_waits(algorithm: Algorithm, case: str, fake_gpu: FakeGPU) -> None:
     """Nor does it create anything, nor do more than a few small copies, whatever it is given."""
     given, wanted = STEPS[case]
-    optimizer, params = optimizer_of(algorithm, 40, 20, max_grad_norm=1.0)
-    new_gradients(params)
+    optimizer, _ = optimizer_of(algorithm, 40, 20, max_grad_norm=1.0)
     for k in range(4):
         loss = given(optimizer, k)
         fake_gpu.watch.forget()
@@ -166,8 +167,7 @@ def test_a_step_never_waits(algorithm: Algorithm, case: str, fake_gpu: FakeGPU) 
 
 def test_lrs_on_the_device_are_copied_in_every_step(fake_gpu: FakeGPU) -> None:
     """What they are is not known here, so that no step can tell whether they have changed."""
-    optimizer, params = optimizer_of(NGNMDv1, 4, 2)
-    new_gradients(params)
+    optimizer, _ = optimizer_of(NGNMDv1, 4, 2)
     for _ in range(3):
         set_lrs(optimizer, torch.full((), 0.1, device="cuda:0"))
         fake_gpu.watch.forget()
@@ -199,7 +199,7 @@ def test_moved_gradients_are_one_more_copy(algorithm: Algorithm, fake_gpu: FakeG
         optimizer.step(loss=loss)
         if k > 0:
             assert fake_gpu.watch.created == []
-            assert fake_gpu.watch.work == ["copy_", "_foreach_copy_", *NEWS]
+            assert fake_gpu.watch.work == ["copy_", "_foreach_copy_", *REPORT]
 
 
 @EVERY
@@ -215,13 +215,12 @@ def test_the_reference_never_waits_either(algorithm: Algorithm, fake_gpu: FakeGP
 
 @EVERY
 @CLIPPING
-def test_two_devices(algorithm: Algorithm, clipping: bool, fake_gpu: FakeGPU) -> None:
+def test_two_devices(algorithm: Algorithm, clipping: float | None, fake_gpu: FakeGPU) -> None:
     """One launch of each kind on each; scalars of the other device come over asynchronously."""
     params: list[Tensor] = [
         torch.nn.Parameter(torch.empty(7 + i, device=f"cuda:{i % 2}")) for i in range(5)
     ]
-    options = {"max_grad_norm": 1.0} if clipping else {}
-    optimizer = algorithm.simple(params, backend="triton", **options)
+    optimizer = algorithm.simple(params, backend="triton", max_grad_norm=clipping)
     optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device="cuda:1")
     for loss in (new_loss("cuda:1"), new_loss("cuda:0"), 1.0, 2.0):
         new_gradients(params)
@@ -260,14 +259,13 @@ def message(status: int = Status.READY, agreement: float = 7.0) -> list[float]:
 @EVERY
 @CLIPPING
 def test_ranks_wait_for_nothing(
-    algorithm: Algorithm, clipping: bool, fake_gpu: FakeGPU, four_ranks: list[int]
+    algorithm: Algorithm, clipping: float | None, fake_gpu: FakeGPU, four_ranks: list[int]
 ) -> None:
     """One small message, two where the norm must come first; as many launches as for one rank.
 
     The first step alone waits, to see that all ranks send as many messages.
     """
-    options = {"max_grad_norm": 1.0} if clipping else {}
-    optimizer, params = optimizer_of(algorithm, 40, 3, **options)
+    optimizer, params = optimizer_of(algorithm, 40, 3, max_grad_norm=clipping)
     wanted = 2 if clipping and algorithm.rms and not algorithm.coordinate else 1
     for k, captured in enumerate((False, False, True)):
         new_gradients(params)
@@ -288,8 +286,7 @@ def test_a_bad_argument_on_a_gpu_is_raised_after_the_messages(
     unread: int, fake_gpu: FakeGPU, four_ranks: list[int]
 ) -> None:
     """As many as the other ranks wait for, whose hosts read nothing."""
-    optimizer, params = optimizer_of(NGNMDv1, 3)
-    new_gradients(params)
+    optimizer, _ = optimizer_of(NGNMDv1, 3)
     fake_gpu.messages = [message(unread), message(Status.PROBLEM), *[message(unread)] * 2]
     with pytest.raises(TypeError, match="the loss is a str"):
         optimizer.step(loss="many")
@@ -302,8 +299,7 @@ def test_clipping_switched_on_one_rank_alone_is_seen_there(
     unread: int, ours: float | None, fake_gpu: FakeGPU, four_ranks: list[int]
 ) -> None:
     """The ranks would wait for messages that do not come: this one sends as many as the others."""
-    optimizer, params = optimizer_of(NGNMDv1, 3, max_grad_norm=None if ours else 1.0)
-    new_gradients(params)
+    optimizer, _ = optimizer_of(NGNMDv1, 3, max_grad_norm=None if ours else 1.0)
     fake_gpu.messages = [message()] * 4
     optimizer.step(loss=1.0)
     optimizer.max_grad_norm = ours
@@ -364,20 +360,12 @@ def test_events_are_recorded_where_the_copies_are(fake_gpu: FakeGPU) -> None:
     assert set(fake_gpu.events) == {torch.device("cuda:1")}
 
 
-def warnings_of(step: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        step()
-    return [str(warning.message) for warning in said]
-
-
 @EVERY
 def test_a_skipped_step_is_warned_of_some_steps_later(
     algorithm: Algorithm, fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, when its count has reached the host: nobody waits for it, and nobody forgets it."""
-    optimizer, params = optimizer_of(algorithm, 3)
-    new_gradients(params)
+    optimizer, _ = optimizer_of(algorithm, 3)
 
     def said() -> list[str]:
         return warnings_of(lambda: optimizer.step(loss=new_loss()))
@@ -400,8 +388,7 @@ def test_a_skipped_step_is_warned_of_some_steps_later(
 
 def test_skips_of_replayed_graphs_are_warned_of_by_ordinary_steps(fake_gpu: FakeGPU) -> None:
     """A captured step asks nothing: neither an event nor memory that a copy may be writing."""
-    optimizer, params = optimizer_of(NGNMDv1, 3)
-    new_gradients(params)
+    optimizer, _ = optimizer_of(NGNMDv1, 3)
     optimizer.step(loss=new_loss())
     fake_gpu.counts = [0, 5, Reason.GRADIENT_NOT_FINITE]
     with fake_gpu.capture():
@@ -439,8 +426,7 @@ WAITS = {
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_a_step_that_waits_is_noticed(wait: Any, fake_gpu: FakeGPU) -> None:
-    optimizer, params = optimizer_of(NGNMDv1, 3)
-    new_gradients(params)
+    optimizer, _ = optimizer_of(NGNMDv1, 3)
     launch = fake_gpu.backend.launch
 
     def waits(prepared: Any, name: str, *args: Any) -> None:
@@ -491,16 +477,11 @@ def test_gradients_are_sent_only_when_they_move(
 @EVERY
 @CLIPPING
 def test_a_graph_carries_its_own_numbers(
-    algorithm: Algorithm,
-    clipping: bool,
-    fake_gpu: FakeGPU,
-    monkeypatch: pytest.MonkeyPatch,
+    algorithm: Algorithm, clipping: float | None, fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a graph exists, every step sends all: who wrote last is not known. Once each."""
     sent = sent_by(monkeypatch)
-    options = {"max_grad_norm": 1.0} if clipping else {}
-    optimizer, params = optimizer_of(algorithm, 3, 2, **options)
-    new_gradients(params)
+    optimizer, params = optimizer_of(algorithm, 3, 2, max_grad_norm=clipping)
     loss = new_loss()
 
     def sends() -> int:
@@ -516,7 +497,7 @@ def test_a_graph_carries_its_own_numbers(
         # The next graph has gradients and values of its own.
         new_gradients(params)
         optimizer.param_groups[0]["lr"] += 0.1
-        optimizer.max_grad_norm = clipping * (k + 2.0) or None
+        optimizer.max_grad_norm = clipping and clipping * (k + 2.0)
     assert fake_gpu.watch.pinned_while_capturing == 0
     assert [sends(), sends()] == [3, 3]
     with fake_gpu.capture():
@@ -525,8 +506,7 @@ def test_a_graph_carries_its_own_numbers(
 
 
 def test_a_graph_of_a_device_that_is_not_current(fake_gpu: FakeGPU) -> None:
-    optimizer, params = optimizer_of(NGND, 3, device="cuda:1")
-    new_gradients(params)
+    optimizer, _ = optimizer_of(NGND, 3, device="cuda:1")
     optimizer.step(loss=new_loss("cuda:1"))
     events = len(fake_gpu.events)
     with fake_gpu.capture("cuda:1"):
@@ -608,7 +588,6 @@ def test_float64_falls_back_under_auto(fake_gpu: FakeGPU) -> None:
 def test_a_gradient_left_on_another_device_is_refused(steps: int, fake_gpu: FakeGPU) -> None:
     """torch refuses to assign one, but a parameter can be moved away from its gradient."""
     optimizer, params = optimizer_of(NGNMDv1, 3)
-    new_gradients(params)
     for _ in range(steps):
         optimizer.step(loss=new_loss())
     new_gradients(params)
@@ -691,15 +670,13 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], st
 def test_auto_falls_back_and_says_so_once(
     fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = backends._load
-    monkeypatch.setattr(
-        backends, "_load", lambda name: "Triton is missing" if name == "triton" else load(name)
-    )
+    replace_triton(monkeypatch, "Triton is missing")
     backends._say_once.cache_clear()
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0"))
     key = BucketKey.of(p, {})
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        chosen = {backends.select_backend("auto", key).name for _ in range(3)}
+    chosen = set()
+    said = warnings_of(
+        lambda: chosen.update(backends.select_backend("auto", key).name for _ in range(3))
+    )
     assert chosen == {"reference"}
-    assert ["Triton is missing" in str(warning.message) for warning in said] == [True]
+    assert ["Triton is missing" in text for text in said] == [True]

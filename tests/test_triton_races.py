@@ -28,10 +28,10 @@ from algorithms import (
     NGNMDv1W,
     NGNMDv2,
 )
-from helpers import params_of, random_columns, random_gradients
+from helpers import params_of, random_columns, random_gradients, replace_triton
+from steps import train
 from torch import Tensor
 
-import ngn_kernels.backends as backends
 from ngn_kernels import SkippedStepWarning
 from ngn_kernels.rules import RULES
 
@@ -72,19 +72,11 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WatchedBack
 
     def make(kernels: Any = triton_kernels) -> WatchedBackend:
         backend = WatchedBackend(gpu, kernels)
-        load = backends._load
-        monkeypatch.setattr(
-            backends, "_load", lambda name: backend if name == "triton" else load(name)
-        )
+        replace_triton(monkeypatch, backend)
         return backend
 
     with gpu.active():
         yield make
-
-
-def step(optimizer: Any, seed: int = 0, **options: Any) -> None:
-    random_gradients(params_of(optimizer), seed=seed, **options)
-    optimizer.step(loss=1.0)
 
 
 def build(algorithm: Algorithm, **options: Any) -> Any:
@@ -102,7 +94,7 @@ def test_no_race_in_any_order(algorithm: Algorithm, order: str, seed: int, start
     gpu.order, gpu.seed = order, seed
     columns = [random_columns([s], d)[0] for s, d in zip(SHAPES, STORAGE, strict=False)]
     optimizer = algorithm.build(columns, backend="triton", max_grad_norm=1.0)
-    step(optimizer)
+    train(optimizer, 0)
     random_gradients(params_of(optimizer), seed=1)
     columns[1][0].grad[2050] = float("inf")  # type: ignore[index]
     with pytest.warns(SkippedStepWarning):
@@ -132,7 +124,7 @@ def test_no_race_in_any_variant(start: Any) -> None:
         if algorithm is not DecNGNMDv1 and (algorithm.momentum or beta1):
             hypers = [hyper._replace(beta1=beta1) for hyper in TWO_GROUPS]
             columns = random_columns(SHAPES, param)
-            step(algorithm.build(columns, hypers, backend="triton"), dtype=grad)
+            train(algorithm.build(columns, hypers, backend="triton"), 0, dtype=grad)
     wanted = {(v.kernel, *map(str, v.constants.values())) for v in variants()}
     assert backend.launched == wanted
 
@@ -151,7 +143,8 @@ def test_no_race_in_narrow_numbers(start: Any) -> None:
         }
         algorithm = next(a for a in ALGORITHMS if a.name == name)
         columns = random_columns(([(4100,)], [(4161,)]), variant.param)
-        step(algorithm.build(columns, backend="triton", state=state, rounding=variant.rounding))
+        options = {"state": state, "rounding": variant.rounding}
+        train(algorithm.build(columns, backend="triton", **options), 0)
     assert wanted <= backend.launched
 
 
@@ -198,7 +191,7 @@ def test_a_relaxed_ticket_is_a_race(
 ) -> None:
     start(changed(kernel, TICKET, TICKET.replace("acq_rel", "relaxed")))
     with pytest.raises(DataRace, match=rf"^{kernel}: (?s:.*)from the start of {place}") as race:
-        step(build(algorithm))
+        train(build(algorithm), 0)
     assert "acq_rel" not in str(race.value)
 
 
@@ -219,11 +212,11 @@ def test_a_missing_barrier_is_a_race(
 
     monkeypatch.setattr("ptxsim.driver.launch", note)
     start()
-    step(build(algorithm))
+    train(build(algorithm), 0)
     as_they_are = ran.copy()
     start(changed(kernel, "    tl.debug_barrier()\n", ""))
     try:
-        step(build(algorithm))
+        train(build(algorithm), 0)
     except DataRace as race:
         assert str(race).startswith(f"{kernel}: ")
     else:
@@ -250,7 +243,7 @@ def test_any_weaker_ticket_is_a_race(
         return launch(compiled, *args, **options)
 
     monkeypatch.setattr("ptxsim.driver.launch", weaken)
-    step(build(algorithm))
+    train(build(algorithm), 0)
     assert set(weakened) == ({"apply"} if algorithm.coordinate else {"reduce", "apply"})
 
 
@@ -271,7 +264,7 @@ def test_every_barrier_is_needed(
         return launch(compiled, *args, **options)
 
     monkeypatch.setattr("ptxsim.driver.launch", with_one_less)
-    step(build(algorithm))
+    train(build(algorithm), 0)
     assert removed.count("apply") >= 7
     assert algorithm.coordinate or removed.count("reduce") >= 7
 

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
-from helpers import bits, params_of, random_columns, random_gradients, snapshot, unchanged
+from helpers import (
+    bits,
+    params_of,
+    random_columns,
+    random_gradients,
+    replace_triton,
+    snapshot,
+    unchanged,
+)
 from pair import Pair
 from steps import check_next_step, train
 from torch import Tensor
@@ -44,9 +52,7 @@ ORDERS = (("reversed", 0), ("random", 1), ("interleaved", 2), ("interleaved", 3)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGPU]:
     """Stands in for the GPU; tests that care name the architecture."""
     simulated = SimulatedGPU(getattr(request, "param", 90))
-    backend = SimulatedBackend(simulated)
-    load = backends._load
-    monkeypatch.setattr(backends, "_load", lambda name: backend if name == "triton" else load(name))
+    replace_triton(monkeypatch, SimulatedBackend(simulated))
     with simulated.active():
         yield simulated
 
@@ -254,7 +260,7 @@ def test_bytes_of_narrow_numbers(
     ids=str,
 )
 def test_narrow_state(algorithm: Algorithm, gpu: SimulatedGPU) -> None:
-    """Tails below a quantum, more than one chunk, a view at an odd address, and small parameters."""
+    """Tails below a block, more than one chunk, a view at an odd address, and small parameters."""
     columns = random_columns([[(4161,), (10,)], []])
     columns[1].append(Parameter(misaligned(0.1 * torch.randn(4100), 1)))
     run(steps(algorithm, columns, state="8bit", max_grad_norm=1.0))

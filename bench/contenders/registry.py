@@ -29,10 +29,8 @@ from .variants import NGN_VARIANTS, NGNVariant
 Build = Callable[..., Optimizer]
 
 DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
 BASELINE = "adamw:fused"
 ITSELF = "itself"
@@ -93,7 +91,7 @@ def _build_ngn(variant: NGNVariant, backend: str) -> Build:
 
 
 def _build_torch(optimizer: type[Optimizer], **fixed: Any) -> Build:
-    return lambda params, **options: optimizer(params, **fixed, **options)
+    return functools.partial(optimizer, **fixed)
 
 
 def _build_from(package: str, module: str, class_name: str, **fixed: Any) -> Build:

@@ -14,36 +14,14 @@ import torch
 from torch import nn
 
 from .text import (
-    GPT,
     TRANSFORMER_PLUS_SIZES,
-    TransformerPlus,
     WordLSTM,
     char_transformer,
     gpt2,
     transformer_plus,
 )
-from .vision import MLP, VGG16, ResNet, ViT, cifar_resnet, resnet18, vit_tiny
-
-__all__ = [
-    "GPT",
-    "MLP",
-    "MODELS",
-    "TRANSFORMER_PLUS_SIZES",
-    "VGG16",
-    "ResNet",
-    "TransformerPlus",
-    "ViT",
-    "WordLSTM",
-    "build",
-    "char_transformer",
-    "cifar_resnet",
-    "gpt2",
-    "parameter_shapes",
-    "resnet18",
-    "shapes_of",
-    "transformer_plus",
-    "vit_tiny",
-]
+from .text import TransformerPlus as TransformerPlus
+from .vision import MLP, VGG16, ViT, cifar_resnet, resnet18, vit_tiny
 
 ModelFactory = Callable[..., nn.Module]
 

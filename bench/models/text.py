@@ -10,10 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def _check_heads(dim: int, heads: int) -> None:
-    if dim % heads:
-        raise ValueError(f"dim={dim} is not a multiple of heads={heads}")
+from .attention import Attention, Block, check_heads
 
 
 def _check_context(tokens: Tensor, context: int) -> None:
@@ -34,42 +31,6 @@ def _init_normal(model: nn.Module, layers: int, residual: tuple[str, ...]) -> No
                 nn.init.zeros_(module.bias)
 
 
-class CausalAttention(nn.Module):
-    """Causal self-attention with one fused `qkv` projection."""
-
-    def __init__(self, dim: int, heads: int, dropout: float, bias: bool) -> None:
-        super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
-        self.proj = nn.Linear(dim, dim, bias=bias)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        batch, time, dim = x.shape
-        qkv = self.qkv(x).view(batch, time, 3, self.heads, dim // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
-        dropout = self.dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        return self.proj(x.transpose(1, 2).reshape(batch, time, dim))
-
-
-class GPTBlock(nn.Module):
-    def __init__(self, dim: int, heads: int, dropout: float, bias: bool) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, bias=bias)
-        self.attn = CausalAttention(dim, heads, dropout, bias)
-        self.norm2 = nn.LayerNorm(dim, bias=bias)
-        self.fc = nn.Linear(dim, 4 * dim, bias=bias)
-        self.proj = nn.Linear(4 * dim, dim, bias=bias)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm1(x)))
-        return x + self.dropout(self.proj(F.gelu(self.fc(self.norm2(x)))))
-
-
 class GPT(nn.Module):
     """Pre-norm Transformer with learned positions, in the manner of GPT-2 and nanoGPT."""
 
@@ -85,12 +46,15 @@ class GPT(nn.Module):
         tied: bool = True,
     ) -> None:
         super().__init__()
-        _check_heads(dim, heads)
+        check_heads(dim, heads)
         self.context = context
         self.embed = nn.Embedding(vocab, dim)
         self.positions = nn.Embedding(context, dim)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(GPTBlock(dim, heads, dropout, bias) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(Attention(dim, heads, dropout, bias), dim, 4 * dim, dropout, bias)
+            for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(dim, bias=bias)
         self.head = nn.Linear(dim, vocab, bias=False)
         _init_normal(self, layers, residual=("proj",))
@@ -148,20 +112,13 @@ class RMSNorm(nn.Module):
         return (x_f32 * scale).to(x.dtype) * self.weight
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: turn each pair (x[i], x[i + half]) by its position's angle."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(x.dtype)
-
-
 class PlusBlock(nn.Module):
     """Attention and SwiGLU, each behind an RMSNorm, with fused `qkv` and `gate_up`."""
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.norm1 = RMSNorm(dim)
-        self.attn = CausalAttention(dim, heads, dropout=0.0, bias=False)
+        self.attn = Attention(dim, heads, bias=False)
         self.norm2 = RMSNorm(dim)
         self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
@@ -191,7 +148,7 @@ class TransformerPlus(nn.Module):
         rope_base: float = 10000.0,
     ) -> None:
         super().__init__()
-        _check_heads(dim, heads)
+        check_heads(dim, heads)
         if (dim // heads) % 2:
             raise ValueError(f"rotary positions need an even head size, not {dim}/{heads}")
         self.context = context

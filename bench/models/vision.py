@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention import Attention, Block, check_heads
+
 
 class MLP(nn.Module):
     """Fully connected ReLU network; the paper's MNIST model has two hidden layers of 100."""
@@ -166,36 +168,6 @@ class VGG16(nn.Module):
         return self.classifier(self.features(images).flatten(1))
 
 
-class ViTAttention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, dim = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, dim // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(x.transpose(1, 2).reshape(batch, tokens, dim))
-
-
-class ViTBlock(nn.Module):
-    def __init__(self, dim: int, heads: int, mlp_dim: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim)
-        self.attn = ViTAttention(dim, heads)
-        self.norm2 = nn.LayerNorm(dim)
-        self.fc1 = nn.Linear(dim, mlp_dim)
-        self.fc2 = nn.Linear(mlp_dim, dim)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm1(x)))
-        return x + self.dropout(self.fc2(F.gelu(self.fc1(self.norm2(x)))))
-
-
 class ViT(nn.Module):
     """Vision Transformer with a class token; block `i` has its `blocks.{i}.attn.qkv`.
 
@@ -216,13 +188,15 @@ class ViT(nn.Module):
         super().__init__()
         if image % patch:
             raise ValueError(f"the image size {image} is not a multiple of the patch size {patch}")
-        if dim % heads:
-            raise ValueError(f"dim={dim} is not a multiple of heads={heads}")
+        check_heads(dim, heads)
         self.patch_embed = nn.Conv2d(3, dim, patch, patch)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, (image // patch) ** 2 + 1, dim))
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(ViTBlock(dim, heads, mlp_dim, dropout) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            Block(Attention(dim, heads, causal=False), dim, mlp_dim, dropout, bias=True)
+            for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, classes)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
@@ -243,13 +217,5 @@ class ViT(nn.Module):
 
 def vit_tiny(classes: int = 1000, image: int = 224, dim: int = 192, depth: int = 12) -> ViT:
     """ViT-Tiny with 16×16 patches; heads of 64, no dropout."""
-    return ViT(
-        image=image,
-        patch=16,
-        classes=classes,
-        dim=dim,
-        depth=depth,
-        heads=max(1, dim // 64),
-        mlp_dim=4 * dim,
-        dropout=0.0,
-    )
+    heads = max(1, dim // 64)
+    return ViT(image, 16, classes, dim, depth, heads, mlp_dim=4 * dim, dropout=0.0)

@@ -146,14 +146,7 @@ def summarise(lane: Lane) -> Summary | None:
     low, median, high = _quartiles(walls)
     device_low, device_median, _ = _quartiles(devices) if devices else (low, None, high)
     return Summary(
-        median,
-        low,
-        high,
-        min(walls),
-        len(walls),
-        tuple(lane.rounds),
-        device_median,
-        device_low,
+        median, low, high, min(walls), len(walls), tuple(lane.rounds), device_median, device_low
     )
 
 

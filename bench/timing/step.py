@@ -352,11 +352,7 @@ def _tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _fill_in(
-    rows: Iterable[Row],
-    lanes: Sequence[Lane],
-    invalid: dict[str, str],
-) -> None:
+def _fill_in(rows: Iterable[Row], lanes: Sequence[Lane], invalid: dict[str, str]) -> None:
     """Times that may be shown, and their ratios to the baseline."""
     summaries = {lane.name: summarise(lane) for lane in lanes}
     failures = {lane.name: lane.failure for lane in lanes if lane.failure}

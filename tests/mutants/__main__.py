@@ -3,7 +3,7 @@
 catalogue.txt lists them. Each is made in a copy under build/mutants, the extension is built anew where
 it is C++, and the tests that it names are run. The tests that failed must pass without a mutant. One
 that no test notices, and one whose text is no longer in the code exactly once, make the run fail;
-`--check` looks for the latter alone.
+`--check` looks for the latter alone, and for Python that is none.
 """
 
 from __future__ import annotations
@@ -271,12 +271,14 @@ def is_given_to_all(word: str, words: list[str]) -> bool:
 
 
 def lost(mutants: list[Mutant]) -> list[str]:
-    """Those whose text is no longer in the code."""
+    """Those whose text is no longer in the code, or that leave no Python."""
     found = []
     for mutant in mutants:
         try:
-            mutant.applied(mutant.path(ROOT).read_text())
-        except LookupError as problem:
+            mutated = mutant.applied(mutant.path(ROOT).read_text())
+            if not mutant.native:
+                compile(mutated, mutant.file, "exec")
+        except (LookupError, SyntaxError) as problem:
             found.append(f"{mutant.name}: {problem}")
     return found
 

@@ -7,6 +7,7 @@ a-name: the promise it breaks   docs/testing.md says which promises it belongs t
 = why no test can notice it     only of an equivalent one, which is not run
 - the text                      once in the file, in any indentation and with any line breaks
 + what it is replaced by        exactly; none if the text is left out
+- the text => what replaces it  both in a line
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ def read(text: str) -> tuple[Mutant, ...]:
             file = rest
         elif mark == "$":
             tests = rest
-        elif mark in ("=", "-", "+"):
-            lines[mark].append(rest)
+        elif mark in lines:
+            old, arrow, new = rest.partition(" => ") if mark == "-" else (rest, "", "")
+            lines[mark].append(old)
+            lines["+"] += [new] * bool(arrow)
         elif line:
             name, breaks = line.split(": ", 1)
             lines = {"=": [], "-": [], "+": []}

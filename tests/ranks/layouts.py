@@ -16,6 +16,9 @@ from algorithms import ALGORITHMS, TWO_GROUPS, Algorithm
 from helpers import bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 STEPS = 3
 BATCH = 8
@@ -86,11 +89,16 @@ def everything(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return tensors
 
 
-def trained(
+def optimizer_of(model: nn.Module, algorithm: Algorithm, **options: Any) -> Any:
+    return algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
+
+
+def run_of(
     model: nn.Module,
     optimizer: Any,
     share: Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]] = my_share,
-) -> Callable[[int], None]:
+) -> Run:
+    """Each rank trains on its share of a batch."""
     dtype = next(model.parameters()).dtype
 
     def step(k: int) -> None:
@@ -100,30 +108,25 @@ def trained(
         loss.backward()
         optimizer.step(loss=loss)
 
-    return step
+    return Run(model, optimizer, step, lambda: weights_of(model))
 
 
 def whole(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     model = make_model(dtype)
-    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
-    return Run(model, optimizer, trained(model, optimizer, everything), lambda: weights_of(model))
+    return run_of(model, optimizer_of(model, algorithm, **options), everything)
 
 
 def ddp(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     model = nn.parallel.DistributedDataParallel(make_model(dtype))
-    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
-    return Run(model, optimizer, trained(model, optimizer), lambda: weights_of(model))
+    return run_of(model, optimizer_of(model, algorithm, **options))
 
 
 def fsdp2(algorithm: Algorithm, dtype: torch.dtype, mesh: Any = None, **options: Any) -> Run:
-    from torch.distributed.fsdp import fully_shard
-
     model = make_model(dtype)
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
-    return Run(model, optimizer, trained(model, optimizer), lambda: weights_of(model))
+    return run_of(model, optimizer_of(model, algorithm, **options))
 
 
 def hsdp(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
@@ -132,57 +135,43 @@ def hsdp(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
 
 
 def tensor_parallel(model: nn.Sequential, mesh: Any) -> nn.Module:
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def tp(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     """Every rank has the whole batch, and a part of each matrix."""
     model = tensor_parallel(make_model(dtype), mesh_of((dist.get_world_size(),)))
-    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
-    return Run(model, optimizer, trained(model, optimizer, everything), lambda: weights_of(model))
+    return run_of(model, optimizer_of(model, algorithm, **options), everything)
 
 
 def two_d(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     """Tensor parallel within pairs, sharded data parallel across them."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = mesh_of((dist.get_world_size() // 2, 2), ("dp", "tp"))
     model = tensor_parallel(make_model(dtype), mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
-    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
     part, parts = mesh.get_local_rank("dp"), mesh["dp"].size()
 
     def share(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, y = tensors
         return x[part::parts], y[part::parts]
 
-    return Run(model, optimizer, trained(model, optimizer, share), lambda: weights_of(model))
+    return run_of(model, optimizer_of(model, algorithm, **options), share)
 
 
 def zero1(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     model = nn.parallel.DistributedDataParallel(make_model(dtype))
     groups = groups_of(model, algorithm)
     optimizer = ZeroRedundancyOptimizer(
         groups, optimizer_class=algorithm.cls, replicas=1, **algorithm.options, **options
     )
-    return Run(model, optimizer, trained(model, optimizer), lambda: weights_of(model))
+    return run_of(model, optimizer)
 
 
 def pipeline(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     """The first rank has the first layer, the last one the rest, and alone knows the loss."""
     layers, rank = make_model(dtype), dist.get_rank()
     model = layers[:2] if rank == 0 else nn.Sequential(layers[2])
-    optimizer = algorithm.cls(
-        groups_of(model, algorithm), replicas=1, **algorithm.options, **options
-    )
+    optimizer = optimizer_of(model, algorithm, replicas=1, **options)
 
     def step(k: int) -> None:
         x, y = make_batch(k, dtype)
@@ -216,11 +205,9 @@ def pipeline(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
 
 def mixed(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     """A sharded layer beside one that every rank holds, as an ignored or frozen-in-place part is."""
-    from torch.distributed.fsdp import fully_shard
-
     model = make_model(dtype)
     fully_shard(model[2])
-    optimizer = algorithm.cls(groups_of(model, algorithm), **algorithm.options, **options)
+    optimizer = optimizer_of(model, algorithm, **options)
 
     def step(k: int) -> None:
         x, y = my_share(make_batch(k, dtype))

@@ -26,6 +26,6 @@ TOLERANCES = {
     "stochastic": 2.0**-3,
 }
 
-# Where noise and quanta are one process', codes differ only where a sum in another order led past
+# Where noise and blocks are one process', codes differ only where a sum in another order led past
 # an edge. One int8 of 4,096 that does is 1.2e-4 of a displacement; all of them, 64 times as much.
 SAME_CODES = 4e-4

@@ -26,20 +26,20 @@ PLACEMENTS = {
 
 
 class Way(NamedTuple):
-    """A parameter on a mesh of four ranks; whether noise, and then quanta, are one process'."""
+    """A parameter on a mesh of four ranks; whether noise, and then blocks, are one process'."""
 
     shape: tuple[int, ...]
     mesh: tuple[int, ...]
     placements: str
     noise: bool = True
-    quanta: bool = True
+    blocks: bool = True
 
 
 WAYS = {
     "rows": Way((130, 64), (4,), "S0"),  # 33, 33, 33 and 31
     "fewer rows than ranks": Way((3, 1408), (4,), "S0"),
-    "a vector": Way((4230,), (4,), "S0", quanta=False),  # 1058, 1058, 1058 and 1056
-    "short rows": Way((1408, 3), (4,), "S0", quanta=False),
+    "a vector": Way((4230,), (4,), "S0", blocks=False),  # 1058, 1058, 1058 and 1056
+    "short rows": Way((1408, 3), (4,), "S0", blocks=False),
     "replicas": Way((64, 64), (4,), "R"),
     "hybrid": Way((65, 64), (2, 2), "R S0"),
     "nested": Way((67, 64), (2, 2), "S0 S0"),

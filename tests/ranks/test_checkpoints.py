@@ -147,7 +147,7 @@ def test_narrow_training_goes_on_elsewhere(
     tmp_path: Path,
     ranks: Callable[[int], Pool],
 ) -> None:
-    """With the numbers that were saved, rounded once where the target has other quanta or formats."""
+    """With the numbers that were saved, rounded once where the target has other blocks or formats."""
     options = WIDE if narrow is None else NARROW[narrow]
     task: dict[str, Any] = {"algorithm": "NGNMDv1", "flat": False, "folder": str(tmp_path)}
     before = saved(source, ranks, options=options, **task)

@@ -74,7 +74,7 @@ def test_the_steps_differ_from_each_other() -> None:
     assert all(not torch.equal(first[name], last[name]) for name in first)
 
 
-# Matrices whose shards begin at whole quanta and follow each other in memory, on all ranks.
+# Matrices whose shards begin at whole blocks and follow each other in memory, on all ranks.
 BOTH = ("0.weight", "2.weight")
 ALIGNED: dict[tuple[str, int], tuple[str, ...]] = {
     ("ddp", 2): BOTH,

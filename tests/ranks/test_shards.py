@@ -32,10 +32,10 @@ def test_the_place_of_each_element(way: str, ranks: Callable[[int], Pool]) -> No
 @pytest.mark.parametrize("way", WAYS)
 def test_the_bits_of_one_process(way: str, narrow: str, ranks: Callable[[int], Pool]) -> None:
     options = NARROW[narrow]
-    noise, quanta = WAYS[way].noise, WAYS[way].quanta or "8bit" not in options["state"]
+    noise, blocks = WAYS[way].noise, WAYS[way].blocks or "8bit" not in options["state"]
     for backend in ("cpu", "reference"):
         for same, error in ranks(4).run(MODULE, "steps", way=way, backend=backend, **options):
-            assert all(same.values()) or not (noise and quanta), same
+            assert all(same.values()) or not (noise and blocks), same
             assert error < TOLERANCES[narrow]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import bits
+from helpers import bits, warnings_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -192,10 +192,7 @@ TROUBLES: dict[str, tuple[Trouble, str]] = {
         stepped(lambda o: o.step(loss=-9.0 if bad_rank() else 1.0)),
         "the loss .* is below loss_floor=0.0",
     ),
-    "no loss": (
-        stepped(lambda o: o.step()),
-        "needs the loss of this step from at least one rank",
-    ),
+    "no loss": (stepped(lambda o: o.step()), "needs the loss of this step from at least one rank"),
     "a bad loss beside partial gradients": (
         with_partial_gradient(lambda o: o.step(loss=word_or(1.0))),
         BAD_LOSS,
@@ -316,10 +313,8 @@ def skip(what: str) -> tuple[list[str], int, bool]:
     if what == "overflow":
         optimizer.grad_scale = torch.tensor(2.0)
         optimizer.found_inf = torch.tensor(float(bad_rank()))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", SkippedStepWarning)
-        optimizer.step(loss=loss)
-    return [str(w.message) for w in said], int(optimizer.skipped_steps), bits(p) == before
+    said = warnings_of(lambda: optimizer.step(loss=loss))
+    return said, int(optimizer.skipped_steps), bits(p) == before
 
 
 def nothing_to_do() -> tuple[bool, bool]:

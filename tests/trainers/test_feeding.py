@@ -33,8 +33,8 @@ from torch import nn
 
 from ngn_kernels import NGNM, NGNMDv1, NGNMDv2, SkippedStepWarning
 from ngn_kernels.trainers import FeedLoss, feed_loss
-from ngn_kernels.trainers import huggingface as huggingface_room
-from ngn_kernels.trainers import lightning as lightning_room
+from ngn_kernels.trainers import huggingface as huggingface_module
+from ngn_kernels.trainers import lightning as lightning_module
 
 LIGHTNINGS = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -550,7 +550,7 @@ def test_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.__version__", "0.34.0")
     with pytest.raises(RuntimeError, match=r"accelerate 0\.34\.0 is too old.*accelerate>="):
         feed_loss(Accelerator(cpu=True))
-    lightning_room._callback_class.cache_clear()
+    lightning_module._callback_class.cache_clear()
     for name in LIGHTNINGS:
         importlib.import_module(name)
     monkeypatch.setattr("lightning.pytorch.__version__", "1.9.5")
@@ -576,10 +576,10 @@ def test_shards_behind_the_optimizer_are_refused(
         distributed_type=SimpleNamespace(value=kind), state=SimpleNamespace(fsdp_plugin=plugin)
     )
     if says is None:
-        huggingface_room._refuse_shards(accelerator)
+        huggingface_module._refuse_shards(accelerator)
         return
     with pytest.raises(RuntimeError, match=f"{says}.*FSDP2"):
-        huggingface_room._refuse_shards(accelerator)
+        huggingface_module._refuse_shards(accelerator)
 
 
 def test_lightning_strategies_that_shard_are_refused(package: Any) -> None:
@@ -619,7 +619,7 @@ def test_policy_gradients_are_refused_without_a_floor() -> None:
 
 def test_trl_has_the_trainers_that_are_refused() -> None:
     trl = importlib.import_module("trl")
-    assert {name for name in huggingface_room.POLICY_GRADIENTS if hasattr(trl, name)} == {
+    assert {name for name in huggingface_module.POLICY_GRADIENTS if hasattr(trl, name)} == {
         "GRPOTrainer",
         "RLOOTrainer",
     }

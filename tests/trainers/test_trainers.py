@@ -39,43 +39,21 @@ CASES = {
 OF_ALL = ("plain", "accumulation", "clipping")
 OF_MOST = (*OF_ALL, "bf16", "bf16 clipping", "fp16 overflow", "fp16 accumulation overflow")
 OF_MOST = (*OF_MOST, "schedule", "accumulation schedule")
+OF_HF = (*OF_MOST, "label smoothing", "accumulation label smoothing", "items", "accumulation items")
+ITEMS = ("items", "accumulation items")
+MANUAL = (*OF_ALL, "bf16", "fp16 overflow", "accumulation schedule")
+CLIPPED = "fp16 clipping overflow"
 # What runs it, its cases, how it divides the loss, and its windows.
 TRAINERS: dict[str, tuple[Any, tuple[str, ...], Any, Any]] = {
-    "transformers": (
-        runs.transformers,
-        (
-            *OF_MOST,
-            *("label smoothing", "accumulation label smoothing", "items", "accumulation items"),
-        ),
-        DIVIDE_BY_LENGTH,
-        windows,
-    ),
+    "transformers": (runs.transformers, OF_HF, DIVIDE_BY_LENGTH, windows),
     "transformers, compute_loss_func": (
-        runs.transformers_loss_func,
-        ("items", "accumulation items"),
-        DIVIDE_BY_LENGTH,
-        windows,
+        *(runs.transformers_loss_func, ITEMS, DIVIDE_BY_LENGTH, windows),
     ),
     "transformers, late optimizer": (runs.transformers_late, OF_ALL, DIVIDE_BY_LENGTH, windows),
     "accelerate": (runs.accelerate, OF_MOST, DIVIDE_BY_SETTING, windows),
-    "lightning": (
-        runs.lightning,
-        (*OF_MOST, "fp16 clipping overflow"),
-        DIVIDE_BY_SETTING,
-        windows,
-    ),
-    "pytorch_lightning": (
-        runs.pytorch_lightning,
-        (*OF_ALL, "fp16 clipping overflow"),
-        DIVIDE_BY_SETTING,
-        windows,
-    ),
-    "lightning, manual": (
-        runs.lightning_manual,
-        (*OF_ALL, "bf16", "fp16 overflow", "accumulation schedule"),
-        DIVIDE_BY_SETTING,
-        windows,
-    ),
+    "lightning": (runs.lightning, (*OF_MOST, CLIPPED), DIVIDE_BY_SETTING, windows),
+    "pytorch_lightning": (runs.pytorch_lightning, (*OF_ALL, CLIPPED), DIVIDE_BY_SETTING, windows),
+    "lightning, manual": (runs.lightning_manual, MANUAL, DIVIDE_BY_SETTING, windows),
     "fabric": (runs.fabric, (*OF_ALL, "bf16"), DIVIDE_BY_SETTING, unbroken_windows),
     "ignite": (runs.ignite, ("plain", "accumulation"), DIVIDE_BY_SETTING, unbroken_windows),
 }
