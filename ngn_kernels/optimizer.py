@@ -75,7 +75,8 @@ class NGNOptimizer(Optimizer):
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
         decay_form: "paper": lr weight_decay x, which enters the momentum; "adamw": the step size times
             weight_decay x, taken off the parameter beside the momentum as AdamW does.
-        on_skip: what a skipped step does: "warn", "raise" a :class:`SkippedStepError`, or "ignore".
+        on_skip: what a skipped step does: "warn", "raise" a :class:`SkippedStepError`, or "ignore". An
+            overflow under AMP, by which a GradScaler finds its scale, is no reason to raise.
         max_skipped_steps: raise after this many skipped steps in a row, whatever ``on_skip`` says.
         backend: "auto", "triton", "cpu" or "reference".
         reduce_group: the ranks that share one step size: "auto" (all of torch.distributed's, if
@@ -518,12 +519,16 @@ class NGNOptimizer(Optimizer):
         """Warn or raise; with other ranks all raise together, at the beginning of the next step."""
         limit = self._max_skipped_steps
         too_many = limit is not None and skips.in_a_row >= limit
-        if self._on_skip == "ignore" and not too_many:
+        raises = too_many or (
+            # An overflow under AMP is how a GradScaler finds its scale.
+            self._on_skip == "raise" and skips.reason is not Reason.AMP_OVERFLOW
+        )
+        if self._on_skip == "ignore" and not raises:
             return
         message = f"{type(self).__name__}: {self._described(skips.reason, exchange)}"
         if too_many:
             message += f" ({skips.in_a_row} steps in a row; max_skipped_steps={limit})"
-        elif self._on_skip == "warn":
+        if not raises:
             warn(message, SkippedStepWarning)
             return
         error = SkippedStepError(message)

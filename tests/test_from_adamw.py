@@ -277,6 +277,18 @@ def test_a_skipped_step_may_raise(backend: str) -> None:
     assert params_of(optimizer)[0].tolist() != before and int(optimizer.skipped_steps) == 1
 
 
+def test_an_overflow_of_a_scaler_does_not_raise() -> None:
+    """Unless it is the last of too many."""
+    optimizer = NGNMDv1([Parameter(torch.ones(3))], on_skip="raise", max_skipped_steps=3)
+    (p,) = params_of(optimizer)
+    p.grad = torch.ones(3)
+    for k in range(3):
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+        expected = pytest.warns(SkippedStepWarning, match="overflow")
+        with expected if k < 2 else pytest.raises(SkippedStepError, match=r"overflow.*3 steps"):
+            optimizer.step(loss=1.0)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_skipped_step_may_be_ignored(backend: str) -> None:
     optimizer = NGNMDv1([Parameter(torch.ones(3))], on_skip="ignore", backend=backend)

@@ -41,6 +41,20 @@ def test_all_ranks_skip_together(
         assert skipped == 1 and unchanged
 
 
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_raise_of_a_skipped_step(
+    limit: int | None, size: int, ranks: Callable[[int], Pool]
+) -> None:
+    """At the beginning of the next step, and then they go on."""
+    answers = ranks(size).run(MODULE, "skip_that_raises", limit=limit)
+    wanted = [False, True, False, False] if limit is None else [False, False, True, False]
+    for raised, goes_on in answers:
+        assert [bool(said) for said in raised] == wanted
+        assert "not finite" in "".join(raised)
+        assert goes_on
+
+
 def test_a_step_without_loss_and_gradients(ranks: Callable[[int], Pool]) -> None:
     assert ranks(2).run(MODULE, "nothing_to_do") == [(True, True)] * 2
 

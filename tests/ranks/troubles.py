@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import Parameter
 
-from ngn_kernels import NGNM, NGNMDv1, NGNMDv2, SkippedStepWarning
+from ngn_kernels import NGNM, NGNMDv1, NGNMDv2, SkippedStepError, SkippedStepWarning
 from ngn_kernels.planning import tables
 from ngn_kernels.planning.transfer import Copied
 from ranks.layouts import algorithm_named, ddp, fsdp2
@@ -315,6 +315,24 @@ def skip(what: str) -> tuple[list[str], int, bool]:
         optimizer.found_inf = torch.tensor(float(bad_rank()))
     said = warnings_of(lambda: optimizer.step(loss=loss))
     return said, int(optimizer.skipped_steps), bits(p) == before
+
+
+def skip_that_raises(limit: int | None) -> tuple[list[str], bool]:
+    """What is raised at each of four steps, where one rank has a bad gradient in the first two."""
+    p = one_parameter()
+    on_skip = "raise" if limit is None else "ignore"
+    optimizer = NGNMDv1([p], lr=0.1, on_skip=on_skip, max_skipped_steps=limit)
+    raised = []
+    for k in range(4):
+        p.grad = torch.full((5,), float("nan") if bad_rank() and k < 2 else 0.5)
+        try:
+            optimizer.step(loss=1.0)
+            raised.append("")
+        except SkippedStepError as error:
+            raised.append(str(error))
+        except RuntimeError as error:
+            raised.append(f"from another rank: {error}")
+    return raised, bool((p < 1).all())
 
 
 def nothing_to_do() -> tuple[bool, bool]:
