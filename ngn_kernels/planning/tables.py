@@ -141,7 +141,8 @@ class Report:
         self.sizes = self._no_sizes(groups)
         self._host_counts = self.counts.numpy().data if device.type == "cpu" else None
         self._seen = 0  # skipped steps
-        self._steps = self._steps_seen = self._steps_arriving = self._in_a_row = 0
+        self._in_a_row = 0
+        self._steps = self._steps_arriving = 0  # since the counts were sent, and before that
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
     def _no_sizes(self, groups: int) -> Tensor:
@@ -157,13 +158,13 @@ class Report:
 
     def poll_skips(self) -> Skips | None:
         """After each step: what is new, if anything; from a GPU it comes some steps late."""
+        if self._host_counts is not None:
+            return self._read_counts(self._host_counts, 1)
+        if self.device.type != "cuda":
+            return self._read_counts(self.counts.tolist(), 1)
         if is_capturing(self.device):
             return None
         self._steps += 1
-        if self._host_counts is not None:
-            return self._read_counts(self._host_counts, self._steps)
-        if self.device.type != "cuda":
-            return self._read_counts(self.counts.tolist(), self._steps)
         if self._arriving is None:
             host = torch.zeros(len(Count), dtype=torch.int64, device="cpu", pin_memory=True)
             self._arriving = (host, torch.cuda.Event())
@@ -173,19 +174,19 @@ class Report:
         skips = self._read_counts(host.tolist(), self._steps_arriving)
         host.copy_(self.counts, non_blocking=True)
         event.record(torch.cuda.current_stream(self.device))
-        self._steps_arriving = self._steps
+        self._steps_arriving, self._steps = self._steps, 0
         return skips
 
     def _read_counts(self, counts: memoryview | list[int], steps: int) -> Skips | None:
-        """Of counts as they were after this many steps."""
-        new, self._steps_seen = steps - self._steps_seen, steps
-        skipped, self._seen = counts[Count.SKIPPED] - self._seen, counts[Count.SKIPPED]
-        if skipped < new:  # some step was applied, perhaps the last
+        """Of counts as they were this many steps after those before."""
+        skipped = counts[Count.SKIPPED] - self._seen
+        if skipped < steps:  # some step was applied, perhaps the last
             self._in_a_row = 0
         if not skipped:
             return None
-        if skipped >= new:  # more where a captured step was replayed, which the host does not count
-            self._in_a_row += new
+        self._seen += skipped
+        if skipped >= steps:  # more where a captured step was replayed, which the host does not count
+            self._in_a_row += steps
         return Skips(Reason(counts[Count.LAST_REASON]), self._in_a_row)
 
 
