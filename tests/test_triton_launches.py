@@ -22,7 +22,7 @@ from torch import Tensor
 import ngn_kernels.backends as backends
 from ngn_kernels.distributed.exchange import Message, Ranks, Status
 from ngn_kernels.layout import Reason
-from ngn_kernels.optimizer import WARNINGS
+from ngn_kernels.optimizer import WARNINGS, SkippedStepError
 from ngn_kernels.planning.rows import BucketKey
 from ngn_kernels.planning.transfer import SPARE, Pinned
 
@@ -384,6 +384,26 @@ def test_a_skipped_step_is_warned_of_some_steps_later(
     (message,) = said()
     assert "gradient scaler found an overflow" in message
     assert said() == []
+
+
+def test_too_many_skips_in_a_row_raise_some_steps_later(
+    fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by the steps whose numbers have arrived, however many arrive at once."""
+    optimizer, _ = optimizer_of(NGNMDv1, 3, on_skip="ignore", max_skipped_steps=4)
+    step = lambda: optimizer.step(loss=new_loss())  # noqa: E731
+    for skipped in (1, 2, 3, 3, 4, 5):  # the fourth step was applied
+        fake_gpu.counts = [0, skipped, Reason.LOSS_NOT_FINITE]
+        step()
+    monkeypatch.setattr(Event, "passed", False)
+    for skipped in (6, 7, 8):
+        fake_gpu.counts = [0, skipped, Reason.LOSS_NOT_FINITE]
+        step()
+    monkeypatch.setattr(Event, "passed", True)
+    fake_gpu.counts = [0, 9, Reason.LOSS_NOT_FINITE]
+    step()
+    with pytest.raises(SkippedStepError, match=r"not finite.*steps in a row; max_skipped_steps=4"):
+        step()
 
 
 def test_skips_of_replayed_graphs_are_warned_of_by_ordinary_steps(fake_gpu: FakeGPU) -> None:

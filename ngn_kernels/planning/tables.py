@@ -185,7 +185,9 @@ class Report:
         if not skipped:
             return None
         self._seen += skipped
-        if skipped >= steps:  # more where a captured step was replayed, which the host does not count
+        if (
+            skipped >= steps
+        ):  # more where a captured step was replayed, which the host does not count
             self._in_a_row += steps
         return Skips(Reason(counts[Count.LAST_REASON]), self._in_a_row)
 
