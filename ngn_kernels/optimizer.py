@@ -435,9 +435,8 @@ class NGNOptimizer(Optimizer):
         if loss is None and self._only_creates_state():
             self._make_plan(self._draft(), ALONE)
             return None
-        has_gradient = has_gradients(self.param_groups)
         if exchange is ALONE:
-            if loss is None and has_gradient:
+            if loss is None and has_gradients(self.param_groups):
                 raise RuntimeError(self._pending.missing(type(self).__name__, by_closure))
             if loss is None:
                 return None
@@ -450,7 +449,8 @@ class NGNOptimizer(Optimizer):
         # Every collective of this rank's tensors comes after this, and what can be refused before.
         if isinstance(exchange, Exchange):
             agreement = self._agreement(plan, values, device_lrs)
-            exchange.meet(agreement, has_gradient, is_sharded(loss) or misplaced(plan, draft))
+            unready = is_sharded(loss) or misplaced(plan, draft)
+            exchange.meet(agreement, has_gradients(self.param_groups), unready)
             loss = 0.0 if loss is None else whole_loss(loss)
         if draft is not None:
             plan = self._make_plan(draft, exchange)
