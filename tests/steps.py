@@ -11,6 +11,7 @@ from pair import Pair
 
 def train(optimizer: Any, *seeds: int, loss: float = 1.0, **gradients: Any) -> None:
     """A step for each seed, with random gradients."""
+    assert seeds, "no step"
     for seed in seeds:
         random_gradients(params_of(optimizer), seed=seed, **gradients)
         optimizer.step(loss=loss)
@@ -24,6 +25,7 @@ def check_next_step(algorithm: Algorithm, optimizer: Any, seed: int = 7, loss: f
 
 def checked_steps(pair: Pair, *seeds: int, loss: float = 1.0, **gradients: Any) -> None:
     """A step for each seed, with random gradients, each compared element by element."""
+    assert seeds, "no step"
     for seed in seeds:
         random_gradients(params_of(pair.optimizer), seed=seed, **gradients)
         pair.checked_step(loss)

@@ -175,7 +175,7 @@ def test_lrs_on_the_device_are_copied_in_every_step(fake_gpu: FakeGPU) -> None:
         assert "_foreach_copy_" in fake_gpu.watch.work
 
 
-def test_an_lr_that_moves_to_the_device_is_copied(fake_gpu: FakeGPU) -> None:
+def test_an_lr_that_moves_to_the_device_and_back_is_copied(fake_gpu: FakeGPU) -> None:
     """From 0.0 on the host, which is also what the host writes for one that it never reads."""
     optimizer, params = optimizer_of(NGNMDv1, 3)
     set_lrs(optimizer, 0.0)
@@ -187,6 +187,10 @@ def test_an_lr_that_moves_to_the_device_is_copied(fake_gpu: FakeGPU) -> None:
         fake_gpu.watch.forget()
         optimizer.step(loss=1.0)
         assert "_foreach_copy_" in fake_gpu.watch.work
+    set_lrs(optimizer, 0.0)
+    fake_gpu.watch.forget()
+    optimizer.step(loss=1.0)
+    assert fake_gpu.watch.work == ["copy_", *REPORT]
 
 
 @EVERY

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,11 +30,11 @@ from catalogue import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "mutants"
 COPIED = ("ngn_kernels", "bench", "tests", "csrc", "CMakeLists.txt", "pyproject.toml")
-PATIENCE = 400  # seconds that the tests of one mutant may take; one that hangs them was noticed
+TIMEOUT = 400  # seconds that the tests of one mutant may take; one that hangs them was noticed
 KILLED, SURVIVED, EQUIVALENT, ERROR = "killed", "survived", "equivalent", "ERROR"
 
 
-class Workshop:
+class WorkingCopy:
     """A copy of the project, with an extension of its own that is quick to build."""
 
     def __init__(self, number: int) -> None:
@@ -57,8 +58,8 @@ class Workshop:
         for name in self.mutated.read_text().split() if self.mutated.is_file() else ():
             (self.folder / name).touch()
         self.take_extension(ROOT / "ngn_kernels")
-        self.nursery = subprocess.Popen(
-            [sys.executable, Path(__file__).parent / "nursery.py"],
+        self.server = subprocess.Popen(
+            [sys.executable, Path(__file__).parent / "fork_server.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -141,7 +142,7 @@ class Workshop:
         options = ["-q", "-x", "-p", "no:cacheprovider"]
         code, said = self.pytest({**variables, "PYTHONPATH": str(self.folder)}, options + arguments)
         if code is None:
-            return KILLED, f"the tests hang for {PATIENCE} s"
+            return KILLED, f"the tests hang for {TIMEOUT} s"
         lines = [line for line in said.splitlines() if line.strip()]
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         detail = (failed or lines or [""])[-1]
@@ -152,13 +153,13 @@ class Workshop:
     def pytest(self, variables: dict[str, str], arguments: list[str]) -> tuple[int | None, str]:
         """What it returned, None if it was too slow, and what it said."""
         task = {"folder": str(self.folder), "variables": variables, "arguments": arguments}
-        assert self.nursery.stdin is not None and self.nursery.stdout is not None
-        print(json.dumps({**task, "patience": PATIENCE}), file=self.nursery.stdin, flush=True)
-        answer = json.loads(self.nursery.stdout.readline())
+        assert self.server.stdin is not None and self.server.stdout is not None
+        print(json.dumps({**task, "timeout": TIMEOUT}), file=self.server.stdin, flush=True)
+        answer = json.loads(self.server.stdout.readline())
         return answer["code"], answer["said"]
 
     def close(self) -> None:
-        self.nursery.communicate()
+        self.server.communicate()
 
 
 def is_assignment(word: str) -> bool:
@@ -195,7 +196,7 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
     return mutants
 
 
-class Hunt:
+class MutationRun:
     """All chosen mutants, some at a time: C++ ones from one end, the others from the other."""
 
     def __init__(self, mutants: list[Mutant], jobs: int) -> None:
@@ -207,19 +208,16 @@ class Hunt:
         self.total = len(mutants)
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._work, args=(i,)) for i in range(self.jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(self.jobs) as pool:
+            list(pool.map(self._work, range(self.jobs)))
 
     def _work(self, number: int) -> None:
-        workshop = Workshop(number)
-        self._try_all(workshop, from_the_front=number % 2 == 0)
-        self._check_all(workshop)
-        workshop.close()
+        copy = WorkingCopy(number)
+        self._try_all(copy, from_the_front=number % 2 == 0)
+        self._check_all(copy)
+        copy.close()
 
-    def _try_all(self, workshop: Workshop, from_the_front: bool) -> None:
+    def _try_all(self, copy: WorkingCopy, from_the_front: bool) -> None:
         while True:
             with self.lock:
                 if not self.waiting:
@@ -227,19 +225,19 @@ class Hunt:
                 mutant = self.waiting.popleft() if from_the_front else self.waiting.pop()
             started = time.monotonic()
             try:
-                outcome, detail = workshop.try_out(mutant)
+                outcome, detail = copy.try_out(mutant)
             except Exception as error:
                 outcome, detail = ERROR, repr(error)
             self._note(mutant, outcome, detail, time.monotonic() - started)
 
-    def _check_all(self, workshop: Workshop) -> None:
+    def _check_all(self, copy: WorkingCopy) -> None:
         while True:
             with self.lock:
                 if not self.noticed:
                     return
                 (native, words), tests = self.noticed.popitem()
             names = [name for mutants in tests.values() for name in mutants]
-            problem = workshop.check([*words, *tests], native, names)
+            problem = copy.check([*words, *tests], native, names)
             if problem:
                 with self.lock:
                     print(f"        {ERROR}    without any mutant: {problem}")
@@ -258,10 +256,7 @@ class Hunt:
             words = shlex.split(mutant.tests)
             given = words if failed is None else [w for w in words if is_given_to_all(w, words)]
             kept = self.noticed.setdefault((mutant.native, tuple(given)), {})
-            if failed is not None:
-                kept.setdefault(failed[1], []).append(mutant.name)
-            else:
-                kept.setdefault("-x", []).append(mutant.name)
+            kept.setdefault("-x" if failed is None else failed[1], []).append(mutant.name)
 
 
 def is_given_to_all(word: str, words: list[str]) -> bool:
@@ -300,15 +295,15 @@ def main() -> None:
     if options.check:
         sys.exit("\n".join(lost(mutants)) or None)
     BUILD.mkdir(parents=True, exist_ok=True)
-    hunt = Hunt(mutants, options.jobs)
-    hunt.run()
-    count = Counter(hunt.outcomes.values())
-    for name, outcome in sorted(hunt.outcomes.items()):
+    run = MutationRun(mutants, options.jobs)
+    run.run()
+    count = Counter(run.outcomes.values())
+    for name, outcome in sorted(run.outcomes.items()):
         if outcome in (SURVIVED, ERROR):
             print(f"{outcome}: {name}")
     others = "".join(f", {count[kind]} {kind}" for kind in (EQUIVALENT, ERROR) if count[kind])
-    print(f"{hunt.total} mutants: {count[KILLED]} killed, {count[SURVIVED]} survived{others}")
-    sys.exit(count[KILLED] + count[EQUIVALENT] != hunt.total)
+    print(f"{run.total} mutants: {count[KILLED]} killed, {count[SURVIVED]} survived{others}")
+    sys.exit(count[KILLED] + count[EQUIVALENT] != run.total)
 
 
 if __name__ == "__main__":

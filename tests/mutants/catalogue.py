@@ -61,7 +61,7 @@ def read(text: str) -> tuple[Mutant, ...]:
             old, arrow, new = rest.partition(" => ") if mark == "-" else (rest, "", "")
             lines[mark].append(old)
             lines["+"] += [new] * bool(arrow)
-        elif line:
+        elif line and mark != "#":
             name, breaks = line.split(": ", 1)
             lines = {"=": [], "-": [], "+": []}
             mutants.append((name, file, lines, tests, breaks))

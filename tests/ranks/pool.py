@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 240  # seconds that a task may take, on a machine that does much else
+TIMEOUT = 240  # seconds that a task may take, on a machine that does much else
 HOST = "127.0.0.1"
 
 
@@ -27,7 +27,7 @@ class Failed:
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore(HOST, port, is_master=False)
-    timeout = timedelta(seconds=PATIENCE / 2)
+    timeout = timedelta(seconds=TIMEOUT / 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     while True:
         task = pipe.recv()
@@ -64,7 +64,7 @@ class Pool:
         """Each rank's answer. If one raises, others may wait for it: then all of them are ended."""
         for pipe in self.pipes:
             pipe.send((module, name, arguments))
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         answers = [self._answer(pipe, deadline) for pipe in self.pipes]
         failed = {r: a.traceback for r, a in enumerate(answers) if isinstance(a, Failed)}
         if failed:

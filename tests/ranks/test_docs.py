@@ -15,7 +15,7 @@ SCRIPT = re.compile(
     r"^<!-- torchrun --nproc-per-node (?P<ranks>\d+) -->\n```python\n(?P<code>.*?)^```$",
     re.M | re.S,
 )
-PATIENCE = 300
+TIMEOUT = 300
 
 # Torch's (pytorch/pytorch#190489): a thread of gloo that is the last to hold a tensor aborts if the
 # interpreter ends meanwhile. DDP and ZeRO keep these threads beyond destroy_process_group().
@@ -73,7 +73,7 @@ def run(code: str, ranks: int, folder: Path) -> tuple[subprocess.CompletedProces
         ],
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     return done, "".join(log.read_text() for log in logs.rglob("stdout.log"))

@@ -44,7 +44,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         pid = os.fork()
         if pid == 0:
             child(task, output.fileno())
-        end = time.monotonic() + task["patience"]
+        end = time.monotonic() + task["timeout"]
         code: int | None = None
         while time.monotonic() < end:
             done, status = os.waitpid(pid, os.WNOHANG)
