@@ -77,6 +77,7 @@ class Run(RandomisedRun):
             "max_grad_norm": rng.choice((None, 0.5)),
             "loss_floor": 0.0,
             "loss_target": 0.0,
+            "decay_form": "paper",
         }
         self.backend = rng.choice(("cpu", "reference"))
         kinds = ["ordinary"] * 2
@@ -201,6 +202,7 @@ class Run(RandomisedRun):
             group.beta2, group.eps = hyper.beta2, hyper.eps
         self.oracle.loss_floor = float(self.options["loss_floor"] or 0.0)
         self.oracle.loss_target = self.options["loss_target"]
+        self.oracle.adamw_decay = self.options["decay_form"] == "adamw"
         self.oracle.max_grad_norm = self.options["max_grad_norm"]
         columns: list[list[Array | None]] = [[], []]
         for part, gradient in zip(self.parts, self.gradients, strict=True):
@@ -289,6 +291,9 @@ def options_change(run: Run, rng: random.Random) -> None:
         "max_grad_norm": rng.choice((None, 0.1, 2.0)),
         "loss_floor": rng.choice((0.0, -1.0)),
         "loss_target": rng.choice((0.0, 0.8)),
+        "decay_form": "paper"
+        if run.algorithm.name == "NGNMDv1W"
+        else rng.choice(("paper", "adamw")),
     }
     for name, value in run.options.items():
         setattr(run.optimizer, name, value)
