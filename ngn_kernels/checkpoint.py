@@ -55,9 +55,15 @@ def load(
 ) -> Loaded:
     """What an optimizer with these groups and parameters takes over; raises if it does not fit."""
     if is_adamw_state(state_dict):
+        algorithm = defaults["algorithm"]
         raise ValueError(
-            "the loaded state is AdamW's: write optimizer.load_adamw_state_dict(state_dict), which "
-            "takes its second moments, its momentum and its step counts over"
+            "the loaded state is AdamW's: "
+            + (
+                "write optimizer.load_adamw_state_dict(state_dict), which takes its second moments, "
+                "its momentum and its step counts over"
+                if RULES[algorithm].rms and RULES[algorithm].momentum
+                else f"{algorithm} keeps another state, so begin it without this one"
+            )
         )
     groups = deepcopy(list(state_dict["param_groups"]))
     check_loadable(groups, current, defaults)

@@ -477,7 +477,7 @@ BAD_CHECKPOINTS = {
     with_wrong_shapes: "exp_avg_sq",
     with_more_groups: "group",
     with_other_groups: "group",
-    of_adamw: "NGNMDv1",
+    of_adamw: "write optimizer.load_adamw_state_dict",
 }
 
 

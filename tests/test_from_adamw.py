@@ -152,6 +152,13 @@ def test_a_state_dict_is_taken_over_by_name(backend: str) -> None:
         optimizer.load_adamw_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("cls", [NGN, NGNM, NGND])
+def test_algorithms_with_another_state_say_so(cls: Any) -> None:
+    optimizer = cls(new_params())
+    with pytest.raises(ValueError, match="AdamW's: .* keeps another state, so begin it without"):
+        optimizer.load_state_dict(AdamW(new_params()).state_dict())
+
+
 def test_one_lr_for_all_groups() -> None:
     optimizer = NGNMDv1.from_adamw(trained_adamw(), lr=1.0, loss_target=0.8)
     assert [g["lr"] for g in optimizer.param_groups] == [1.0, 1.0]
