@@ -155,7 +155,7 @@ def test_a_state_dict_is_taken_over_by_name(backend: str) -> None:
 @pytest.mark.parametrize("cls", [NGN, NGNM, NGND])
 def test_algorithms_with_another_state_say_so(cls: Any) -> None:
     optimizer = cls(new_params())
-    with pytest.raises(ValueError, match="AdamW's: .* keeps another state, so begin it without"):
+    with pytest.raises(ValueError, match=r"AdamW's: .* keeps another state, so begin it without"):
         optimizer.load_state_dict(AdamW(new_params()).state_dict())
 
 
