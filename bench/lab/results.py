@@ -104,7 +104,10 @@ class Results:
         options = runs[0]["spec"]["options"]
         shown = {
             key: options[key]
-            for key in ("loss_floor", "state", "dtype", "rounding")
+            for key in (
+                *("loss_floor", "loss_target", "step_cap", "schedule"),
+                *("state", "dtype", "rounding"),
+            )
             if key in options
         }
         self.title = ", ".join(

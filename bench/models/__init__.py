@@ -22,7 +22,7 @@ from .text import (
     gpt2,
     transformer_plus,
 )
-from .vision import MLP, VGG16, ResNet, ViT, cifar_resnet, resnet18, vit_tiny
+from .vision import MLP, VGG16, ResNet, SmallCNN, ViT, cifar_resnet, resnet18, vit_tiny
 
 __all__ = [
     "GPT",
@@ -31,6 +31,7 @@ __all__ = [
     "TRANSFORMER_PLUS_SIZES",
     "VGG16",
     "ResNet",
+    "SmallCNN",
     "TransformerPlus",
     "ViT",
     "WordLSTM",
