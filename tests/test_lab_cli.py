@@ -93,6 +93,10 @@ def test_targets_caps_and_schedules_reach_the_optimizers_and_never_mix(tmp_path:
         target | {"schedule": "cosine", "step_cap": "lr"},
         *[{"step_cap": "10.0"}] * 2,
     ]
+    assert main([*command, "--optimizers", "ngn-m", "--weight-decay", "0.01"]) == 0
+    decayed = recorded(tmp_path)[-1]
+    assert decayed["spec"]["weight_decay"] == 0.01
+    assert decayed["telemetry"]["loss"][1:] != runs[0]["telemetry"]["loss"][1:]
     assert [run["spec"]["optimizer"] for run in runs[4:]] == ["ngn-m", "ngn-mdv1"]
     plain, aimed, cosine, capped, same = (run["telemetry"]["step_size"] for run in runs[:5])
     assert aimed[0] < 0.5 * plain[0] and same == plain  # without a schedule the cap is the lr

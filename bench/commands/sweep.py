@@ -71,6 +71,9 @@ def add(commands: shared.Commands) -> None:
         "which its schedule does not change",
     )
     parser.add_argument(
+        "--weight-decay", type=float, default=0.0, metavar="W", help="of all optimizers (0)"
+    )
+    parser.add_argument(
         "--schedule",
         choices=("task", *SCHEDULES),
         default="task",
@@ -110,7 +113,10 @@ def run(args: argparse.Namespace) -> int:
     common = lab.common_spec(args)
     folder = lab.folder_of(args, args.task)
     if args.report_only:
-        runs = lab.recorded(folder, common, lambda s: s["betas"] is None and s["weight_decay"] == 0)
+        decay = args.weight_decay
+        runs = lab.recorded(
+            folder, common, lambda s: s["betas"] is None and s["weight_decay"] == decay
+        )
     else:
         runs = lab.train_missing(args, _grid(args, names, common), folder)
     results = Results(runs)
@@ -160,7 +166,7 @@ def _grid(args: argparse.Namespace, names: Sequence[str], common: dict[str, Any]
     """Each optimizer at each step size with each seed."""
     given = lab.step_sizes(args.lr) if args.lr else None
     return [
-        RunSpec(**common, optimizer=name, lr=lr, seed=seed)
+        RunSpec(**common, optimizer=name, lr=lr, seed=seed, weight_decay=args.weight_decay)
         for seed in lab.seeds(args.seeds)
         for name in names
         for lr in given or optimizers.OPTIMIZERS[name].grid
