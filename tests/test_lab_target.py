@@ -25,6 +25,7 @@ COMMANDS = [
     f"{BASE} prodigy --schedule cosine",
     f"{BASE} ngn-mdv1 --lr 1 --loss-target 0.8 --schedule cosine --step-cap lr --weight-decay 0.1",
     f"{BASE} adam --lr 1e-3:1e-1",
+    f"{BASE} ngn-mdv1 --lr 1 --loss-target 0.8 --schedule cosine",
 ]
 COSINE = {"schedule": "cosine"}
 AIMED = {"loss_target": "0.8", "step_cap": "lr", **COSINE}
@@ -42,6 +43,7 @@ RUNS = [
     *scores("prodigy", {1.0: 97.05}, COSINE),
     *scores("ngn-mdv1", {1.0: 12.0}, AIMED, weight_decay=0.1),
     *scores("adam", {1e-2: 99.0}, {}),
+    *scores("ngn-mdv1", {1.0: 50.0}, {"loss_target": "0.8", **COSINE}),
 ]
 
 
@@ -79,7 +81,7 @@ def test_each_optimizer_at_one_setting_is_compared_with_tuned_adam(tmp_path: Pat
     assert first["Prodigy, lr 1"] == "97.05"  # beyond it
     assert first["NGN-MDv1, target 0, lr 0.01"] == first["Momo-Adam, lr 0.01"] == "–"
     assert list(second.values())[1:] == ["–"] * 8
-    assert [last[headings[place]] for place in (2, 3, 6)] == ["1 of 1", "0 of 0", "0 of 1"]
+    assert [last[headings[place]] for place in (2, 3, 6)] == ["1 of 1", "–", "0 of 1"]
 
 
 def test_perplexities_are_compared_in_per_cent(tmp_path: Path) -> None:
@@ -103,9 +105,9 @@ def test_decades_are_those_of_the_same_options(tmp_path: Path) -> None:
 
 def test_missing_runs_are_named_with_their_options(tmp_path: Path) -> None:
     first = kept(tmp_path, RUNS)[0]
-    assert (len(first.runs), len(first.wanted)) == (9, 16)
+    assert (len(first.runs), len(first.wanted)) == (10, 17)
     text = first.missing_text()
-    assert "7 of 16 runs are missing" in text
+    assert "7 of 17 runs are missing" in text
     assert "NGN-MDv1, schedule cosine, step cap lr at 0.1, 1, 10" in text
     assert "Prodigy, schedule cosine at 0.1, 10" in text
 
@@ -118,8 +120,9 @@ def test_the_page_and_its_picture_are_checked(tmp_path: Path) -> None:
     assert "\nold\n" not in page
     assert "| NGN-MDv1 | 0.8 | cosine | 97.30 | 97.20 | 96.00 |" in page
     assert "| NGN-MDv1 | 0.8 | cosine, decay 0.1 |  | 12.00 |  |" in page
+    assert "| NGN-MDv1 | 0.8 | cosine, no cap |  | 50.00 |  |" in page
     assert "| Adam |  | cosine | 97.00 | 97.60 | diverged |" in page
-    assert "| A task | – | 9 | 16 | 0 |" in page and "| Another | – | 0 | 16 | 0 |" in page
+    assert "| A task | – | 10 | 17 | 0 |" in page and "| Another | – | 0 | 17 | 0 |" in page
     picture = tmp_path / "docs" / "images" / target.PICTURE
     drawn = picture_source(picture)
     assert drawn is not None and main([*root, "--check"]) == 0

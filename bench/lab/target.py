@@ -105,7 +105,8 @@ def untuned_table(kept: Sequence[Kept]) -> Table:
             text = "diverged" if cell.diverged else number(cell.mean)
             row.append(f"**{text}**" if good else text)
         rows.append(row)
-    rows.append(["within the goal", "", *(f"{within[line]} of {shown[line]}" for line in UNTUNED)])
+    counts = (f"{within[ln]} of {shown[ln]}" if shown[ln] else "–" for ln in UNTUNED)
+    rows.append(["within the goal", "", *counts])
     caption = (
         "Mean accuracy in per cent, or perplexity where it is text (lower is better), after the last "
         "step; in brackets Adam's best step size of those tried. Bold: within "
@@ -148,12 +149,13 @@ def status_table(kept: Sequence[Kept]) -> Table:
     return Table("What is done", headings, rows)
 
 
-def _words(options: Options) -> str:
-    """A variant's options in words, without the loss target."""
+def _words(options: Options, own: bool) -> str:
+    """A variant's options in words, without the loss target; a cap at lr is not mentioned."""
     given = dict(options)
     words = [given.get("schedule", "none")]
-    if (cap := given.get("step_cap", "lr")) != "lr":
-        words.append(f"cap {cap}")
+    cap = given.get("step_cap", "lr" if words == ["none"] else "no")
+    if own and cap != "lr":
+        words.append("no cap" if cap == "no" else f"cap {cap}")
     if "weight_decay" in given:
         words.append(f"decay {given['weight_decay']}")
     return ", ".join(words)
@@ -169,7 +171,7 @@ def grid_tables(sweep: Kept) -> list[Table]:
                 entry = optimizers.find(name)
                 if (entry.own or entry.family != "coordinate") == around_one:
                     target = dict(options).get("loss_target", "0") if entry.own else ""
-                    head = [entry.label, target, _words(options)]
+                    head = [entry.label, target, _words(options, entry.own)]
                     rows.append((head, results, name))
         if not rows:
             continue
