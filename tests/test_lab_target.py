@@ -61,7 +61,14 @@ def aimed(folder: Path, runs: list[dict[str, Any]]) -> Path:
     )
     (lab / "a").mkdir()
     (lab / "a" / "runs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in runs))
-    parts = ("untuned", "target-decades", "target-unscheduled", "target-status", "a")
+    parts = (
+        "untuned",
+        "target-at-one",
+        "target-decades",
+        "target-unscheduled",
+        "target-status",
+        "a",
+    )
     text = "".join(f"<!-- lab:{part} -->\nold\n<!-- /lab:{part} -->\n" for part in parts)
     (folder / "docs" / "loss-target.md").write_text(text)
     return lab
@@ -72,27 +79,34 @@ def kept(folder: Path, runs: list[dict[str, Any]]) -> list[summary.Kept]:
 
 
 def test_each_optimizer_at_one_setting_is_compared_with_tuned_adam(tmp_path: Path) -> None:
-    table = target.untuned_table(kept(tmp_path, RUNS))
+    table = target.untuned_table(kept(tmp_path, RUNS), target.UNTUNED)
     headings = [column.heading for column in table.columns]
     assert headings[:3] == ["task", "Adam, tuned", "NGN-MDv1, target 0.8, lr 1"]
     first, second, last = (dict(zip(headings, row, strict=True)) for row in table.rows)
     assert first["Adam, tuned"] == "97.60 (0.01)"
     assert first["NGN-MDv1, target 0.8, lr 1"] == "**97.20**"  # within half a point
     assert first["Prodigy, lr 1"] == "97.05"  # beyond it
-    assert first["NGN-MDv1, target 0, lr 0.01"] == first["Momo-Adam, lr 0.01"] == "–"
-    assert list(second.values())[1:] == ["–"] * 8
-    assert [last[headings[place]] for place in (2, 3, 6)] == ["1 of 1", "–", "0 of 1"]
+    assert first["Adam, lr 0.001"] == "97.00" and first["Momo-Adam, lr 0.01"] == "–"
+    assert list(second.values())[1:] == ["–"] * 7
+    assert [last[headings[place]] for place in (2, 4, 5)] == ["1 of 1", "–", "0 of 1"]
 
 
 def test_perplexities_are_compared_in_per_cent(tmp_path: Path) -> None:
     runs = [
         *scores("ngn-mdv1", {1.0: 10.19}, AIMED),
-        *scores("adam", {1e-3: 10.0}, COSINE),
+        *scores("adam", {1e-3: 10.0, 1e-2: 10.1}, COSINE),
         *scores("prodigy", {1.0: 10.21}, COSINE),
     ]
     runs = [one | {"metric": "perplexity"} for one in runs]
-    row = target.untuned_table(kept(tmp_path, runs)).rows[0]
-    assert row[1:3] == ["10.00* (0.001)", "**10.19**"] and row[6] == "10.21"
+    row = target.untuned_table(kept(tmp_path, runs), target.UNTUNED).rows[0]
+    assert row[1:3] == ["10.00 (0.001)", "**10.19**"] and row[5] == "10.21"
+
+
+def test_nothing_is_compared_with_an_adam_that_is_not_tuned(tmp_path: Path) -> None:
+    runs = [*scores("ngn-mdv1", {1.0: 98.0}, AIMED), *scores("adam", {1e-3: 97.0}, COSINE)]
+    table = target.untuned_table(kept(tmp_path, runs), target.UNTUNED)
+    assert table.rows[0][1:3] == ["97.00* (0.001)", "98.00"]
+    assert table.rows[-1][2] == "–"
 
 
 def test_decades_are_those_of_the_same_options(tmp_path: Path) -> None:

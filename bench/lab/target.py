@@ -63,17 +63,20 @@ class Line:
 
 
 ADAM = Line("adam")
-SETTING = Line("ngn-mdv1", "0.8", lr=1.0)
-UNTUNED = (
-    SETTING,
+AT_ONE = (
+    *(Line("ngn-mdv1", target, lr=1.0) for target in ("0.9", "0.8", "0.6", "")),
     Line("ngn-mdv1", lr=1e-2),
+)
+"""NGN-MDv1 at one step size for all tasks: one far too large, and its default."""
+UNTUNED = (
+    Line("ngn-mdv1", "0.8", lr=1.0),
     Line("adam", lr=1e-3),
     Line("momo-adam", lr=1e-2),
     Line("prodigy", lr=1.0),
     Line("dadapt-adam", lr=1.0),
     Line("schedulefree", lr=2.5e-3),
 )
-"""One setting each: the proposed one, and the defaults of the others."""
+"""Each optimizer at one setting: that of this page, and the defaults of the others."""
 TARGETS = ("", "0.6", "0.8", "0.9")
 SWEPT = (ADAM, *(Line("ngn-mdv1", target) for target in TARGETS), Line("ngn-m", "0.8"))
 UNSCHEDULED = tuple(
@@ -81,39 +84,40 @@ UNSCHEDULED = tuple(
 )
 
 
-def untuned_table(kept: Sequence[Kept]) -> Table:
-    """Each optimizer at one setting for all tasks, beside Adam at its best one for each."""
+def untuned_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
+    """Each line at its one step size for all tasks, beside Adam at its best one for each."""
     rows = []
-    within = dict.fromkeys(UNTUNED, 0)
-    shown = dict.fromkeys(UNTUNED, 0)
+    within = dict.fromkeys(lines, 0)
+    shown = dict.fromkeys(lines, 0)
     for sweep in kept:
         tuned = ADAM.results(sweep)
         best = None if tuned is None else tuned.best("adam")
         if tuned is None or best is None:
-            rows.append([sweep.title, "–", *("–" for _ in UNTUNED)])
+            rows.append([sweep.title, "–", *("–" for _ in lines)])
             continue
-        sure = "" if tuned.best_is_sure("adam") else UNSURE
-        row = [sweep.title, f"{number(best.mean)}{sure} ({best.lr:g})"]
-        for line in UNTUNED:
+        sure = tuned.best_is_sure("adam")
+        row = [sweep.title, f"{number(best.mean)}{'' if sure else UNSURE} ({best.lr:g})"]
+        for line in lines:
             cell = line.cell(sweep)
             if cell is None:
                 row.append("–")
                 continue
-            shown[line] += 1
-            good = tuned.good(cell.mean, best.mean, GOAL[tuned.metric])
+            shown[line] += sure
+            good = sure and tuned.good(cell.mean, best.mean, GOAL[tuned.metric])
             within[line] += good
             text = "diverged" if cell.diverged else number(cell.mean)
             row.append(f"**{text}**" if good else text)
         rows.append(row)
-    counts = (f"{within[ln]} of {shown[ln]}" if shown[ln] else "–" for ln in UNTUNED)
+    counts = (f"{within[ln]} of {shown[ln]}" if shown[ln] else "–" for ln in lines)
     rows.append(["within the goal", "", *counts])
     caption = (
         "Mean accuracy in per cent, or perplexity where it is text (lower is better), after the last "
         "step; in brackets Adam's best step size of those tried. Bold: within "
         f"{GOAL['accuracy']:g} points of accuracy or {GOAL['perplexity']:g} % of perplexity of tuned "
-        f"Adam, or better. {UNSURE}: a step size next to Adam's best has no run. –: no run."
+        f"Adam, or better. {UNSURE}: a step size next to Adam's best has no run, so nothing is compared "
+        "with it. –: no run."
     )
-    headings = columns("task", "Adam, tuned", *(line.label for line in UNTUNED))
+    headings = columns("task", "Adam, tuned", *(line.label for line in lines))
     return Table("One setting for all tasks", headings, rows, caption)
 
 
@@ -262,7 +266,8 @@ def sections(kept: Sequence[Kept]) -> dict[str, str]:
         return {}
     parts = {}
     for name, table in {
-        "untuned": untuned_table(kept),
+        "target-at-one": untuned_table(kept, AT_ONE),
+        "untuned": untuned_table(kept, UNTUNED),
         "target-decades": decades_table(kept, SWEPT),
         "target-unscheduled": decades_table(kept, UNSCHEDULED),
         "target-status": status_table(kept),
