@@ -71,6 +71,51 @@ def test_a_known_loss_floor_reaches_the_optimizers(
     assert all(loss > 0.866 for run in runs for loss in run["telemetry"]["loss"])
 
 
+def test_targets_caps_and_schedules_reach_the_optimizers_and_never_mix(tmp_path: Path) -> None:
+    """With a cap a schedule scales γ, without one it scales the c that γ hardly depends on."""
+    command = ["sweep", "--lr", "10", "--seeds", "1", *TINY, "--steps", "40"]
+    command += ["--out", str(tmp_path)]
+    assert (
+        main([*command, "--optimizers", "ngn-m", "--loss-target", "0", "--schedule", "task"]) == 0
+    )
+    aims = [["--loss-target", "0.80"], ["--schedule", "cosine"], ["--step-cap", "lr"]]
+    for count in range(1, 4):
+        words = [word for aim in aims[:count] for word in aim]
+        assert main([*command, "--optimizers", "ngn-m", *words]) == 0
+    assert main([*command, "--step-cap", "1e1"]) == 0
+    runs = recorded(tmp_path)
+    options = [{k: v for k, v in r["spec"]["options"].items() if k != "steps"} for r in runs]
+    target = {"loss_target": "0.8"}
+    assert options == [
+        {},
+        target,
+        target | {"schedule": "cosine"},
+        target | {"schedule": "cosine", "step_cap": "lr"},
+        *[{"step_cap": "10.0"}] * 2,
+    ]
+    assert main([*command, "--optimizers", "ngn-m", "--weight-decay", "0.01"]) == 0
+    decayed = recorded(tmp_path)[-1]
+    assert decayed["spec"]["weight_decay"] == 0.01
+    assert decayed["telemetry"]["loss"][1:] != runs[0]["telemetry"]["loss"][1:]
+    assert [run["spec"]["optimizer"] for run in runs[4:]] == ["ngn-m", "ngn-mdv1"]
+    plain, aimed, cosine, capped, same = (run["telemetry"]["step_size"] for run in runs[:5])
+    assert aimed[0] < 0.5 * plain[0] and same == plain  # without a schedule the cap is the lr
+    # The first of two steps of warm-up, at half of the lr; 1/γ = 1/c + Q/2h.
+    assert capped[0] == pytest.approx(aimed[0] / 2)
+    assert 1 / cosine[0] == pytest.approx(1 / aimed[0] + 0.1)
+    assert cosine[-1] == capped[-1] == 0
+
+
+def test_schedule_free_has_a_schedule_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("schedulefree")
+    command = ["sweep", "--optimizers", "schedulefree", "--lr", "0.5", "--seeds", "1", *TINY]
+    command += ["--steps", "40", "--schedule", "cosine", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (run,) = recorded(tmp_path)
+    sizes = run["telemetry"]["step_size"]
+    assert sizes[:3] == [0.25, 0.5, 0.5] and sizes[-1] == 0.5
+
+
 WIDE = ["--scale", "steps=0.02", "--processes", "1", "--seeds", "1"]
 """Layers with enough elements to be stored in another format."""
 
@@ -202,6 +247,15 @@ def test_every_toy_has_its_command(
         (["sweep", "--loss-floor", "low"], "--loss-floor takes a number or known"),
         (["sweep", "--loss-floor", "known", *TINY], "digits-mlp knows no loss floor"),
         (["sweep", "--loss-floor", "1", "--optimizers", "adam", *TINY], "takes no loss floor"),
+        (["sweep", "--loss-target", "1"], "--loss-target is in [0, 1), not 1"),
+        (["sweep", "--loss-target", "nan"], "--loss-target is in [0, 1), not nan"),
+        (["sweep", "--step-cap", "0"], "--step-cap takes a positive number or lr, not '0'"),
+        (["sweep", "--step-cap", "inf"], "--step-cap takes a positive number or lr, not 'inf'"),
+        (
+            ["sweep", "--loss-target", "0.5", "--optimizers", "adam", *TINY],
+            "Adam takes no --loss-target and no --step-cap: leave it out of --optimizers",
+        ),
+        (["sweep", "--step-cap", "lr", "--optimizers", "momo", *TINY], "Momo takes no --loss"),
         (["sweep", "--report-only"], "has no runs"),
         (["ablate", "--betas", "--report-only"], "has no runs"),
         (["sweep", "--task", "mnist-mlp", "--data-dir", "nowhere"], "train-images-idx3-ubyte"),

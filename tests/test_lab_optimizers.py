@@ -12,6 +12,9 @@ import torch
 pytest.importorskip("momo")
 pytest.importorskip("momsps")
 pytest.importorskip("pytorch_optimizer")
+pytest.importorskip("dadaptation")
+pytest.importorskip("prodigyopt")
+pytest.importorskip("schedulefree")
 
 from ngn_bench.errors import BenchError
 from ngn_bench.lab import optimizers
@@ -48,9 +51,10 @@ def gradient(parts: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
 def test_every_optimizer_lowers_the_loss(name: str) -> None:
     parts, first = problem()
-    optimizer = optimizers.make(name, parts, lr=0.01)
+    estimated = optimizers.find(name).family == "adapted"
+    optimizer = optimizers.make(name, parts, lr=1.0 if estimated else 0.01)
     loss = first
-    for _ in range(20):
+    for _ in range(100 if estimated else 20):
         optimizers.step(name, optimizer, loss)
         loss = loss_of(parts)
     assert float(loss) < 0.95 * float(first)
@@ -194,7 +198,13 @@ def test_the_coordinates_step_sizes_are_what_was_taken(name: str, lr: float) -> 
         loss = loss_of(parts)
 
 
-@pytest.mark.parametrize("name", ["lion", "ngn-d", "ngn-mdv2", "ngn-d-plain"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lion", "ngn-d", "ngn-mdv2", "ngn-d-plain"),
+        *("prodigy", "dadapt-adam", "schedulefree"),
+    ],
+)
 def test_no_step_size_per_coordinate_is_made_up(name: str) -> None:
     parts, loss = problem()
     optimizer = optimizers.make(name, parts, 0.1)
@@ -235,6 +245,49 @@ def test_a_loss_floor_is_subtracted_from_the_loss(name: str) -> None:
     without, loss = problem()
     optimizers.step(name, optimizers.make(name, without, lr=1e3), loss + 2.5)
     assert not torch.allclose(flat(without), moved[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", [n for n, entry in optimizers.OPTIMIZERS.items() if entry.own])
+def test_a_target_and_a_cap_reach_the_optimizers(name: str) -> None:
+    """Half of the loss gives the step that half of the loss gives, a cap that of another lr."""
+    moved = {}
+    for lr, loss_share, aim in (
+        (1e3, 0.5, {}),
+        (1e3, 1.0, {"loss_target": 0.5}),
+        (10.0, 1.0, {"loss_target": 0.5, "step_cap": 1e3}),
+    ):
+        parts, loss = problem()
+        before = flat(parts)
+        optimizer = optimizers.make(name, parts, lr=lr, aim=aim)
+        optimizers.step(name, optimizer, loss * loss_share)
+        moved[lr, len(aim)] = before - flat(parts)
+    torch.testing.assert_close(moved[1e3, 1], moved[1e3, 0], rtol=1e-9, atol=0)
+    torch.testing.assert_close(100 * moved[10.0, 2], moved[1e3, 0], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", ["prodigy", "dadapt-adam"])
+def test_the_noted_step_size_is_the_estimate_times_lr(name: str) -> None:
+    parts, loss = problem()
+    optimizer = optimizers.make(name, parts, lr=0.5)
+    for _ in range(10):
+        optimizers.step(name, optimizer, loss)
+        loss = loss_of(parts)
+    estimate = optimizer.param_groups[0]["d"]
+    assert estimate > 1e-5
+    assert optimizers.step_size(optimizer) == pytest.approx(0.5 * estimate)
+
+
+def test_schedule_free_is_scored_at_other_parameters_than_it_trains_at() -> None:
+    parts, loss = problem()
+    optimizer = optimizers.make("schedulefree", parts, lr=0.1)
+    for _ in range(5):
+        optimizers.step("schedulefree", optimizer, loss)
+        loss = loss_of(parts)
+    trained = flat(parts)
+    optimizers.set_training(optimizer, False)
+    assert not torch.allclose(flat(parts), trained)
+    optimizers.set_training(optimizer, True)
+    torch.testing.assert_close(flat(parts), trained)
 
 
 def test_a_loss_floor_is_refused_where_it_would_be_ignored() -> None:

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -125,6 +126,9 @@ def test_no_race_in_any_variant(start: Any) -> None:
             hypers = [hyper._replace(beta1=beta1) for hyper in TWO_GROUPS]
             columns = random_columns(SHAPES, param)
             train(algorithm.build(columns, hypers, backend="triton"), 0, dtype=grad)
+    for algorithm in (NGNM, NGNMDv1, NGNMDv2):
+        columns = random_columns(SHAPES)
+        train(algorithm.build(columns, backend="triton", decay_form="adamw"), 0)
     wanted = {(v.kernel, *map(str, v.constants.values())) for v in variants()}
     assert backend.launched == wanted
 
@@ -138,12 +142,12 @@ def test_no_race_in_narrow_numbers(start: Any) -> None:
         wanted.add((variant.kernel, *map(str, variant.constants.values())))
         names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
         state = tuple(names.get(dtype, "8bit") for dtype in (variant.m, variant.v))
-        (name,) = {a.name for a in ALGORITHMS if RULES[a.rule_name] is variant.rule} - {
-            "DecNGNMDv1"
-        }
+        rule = replace(variant.rule, adamw_decay=False)
+        (name,) = {a.name for a in ALGORITHMS if RULES[a.rule_name] == rule} - {"DecNGNMDv1"}
         algorithm = next(a for a in ALGORITHMS if a.name == name)
         columns = random_columns(([(4100,)], [(4161,)]), variant.param)
-        options = {"state": state, "rounding": variant.rounding}
+        form = "adamw" if variant.rule.adamw_decay else "paper"
+        options = {"state": state, "rounding": variant.rounding, "decay_form": form}
         train(algorithm.build(columns, backend="triton", **options), 0)
     assert wanted <= backend.launched
 

@@ -21,8 +21,14 @@ from ..report import Table, markdown_table, print_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PLAIN = {"state": "float32", "rounding": "nearest", "dtype": "float32"}
-"""The defaults of the storage options, which specs leave out."""
+PLAIN = {
+    "state": "float32",
+    "rounding": "nearest",
+    "dtype": "float32",
+    "loss_target": 0.0,
+    "schedule": "task",
+}
+"""The defaults of options, which specs leave out."""
 
 
 def add_places(parser: argparse._ActionsContainer) -> None:
@@ -147,7 +153,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 def common_spec(args: argparse.Namespace) -> dict[str, Any]:
     find_task(args.task)
-    names = ("size", "text", "tokenizer", "steps", "loss_floor", *PLAIN)
+    names = ("size", "text", "tokenizer", "steps", "loss_floor", "step_cap", *PLAIN)
     options = {key: getattr(args, key, None) for key in names}
     given = {
         key: str(value)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..lab import figures, precision, summary
+from ..lab import figures, precision, summary, target
 from ..pages.readme import picture_source
 from ..report import print_table
 from . import shared
 from .sweep import planned
 
-DOCUMENTS = ("docs/stability.md", "docs/precision.md")
+DOCUMENTS = ("docs/stability.md", "docs/precision.md", "docs/loss-target.md")
 
 
 def add(commands: shared.Commands) -> None:
@@ -38,7 +38,7 @@ def add(commands: shared.Commands) -> None:
     what.add_argument(
         "--write",
         action="store_true",
-        help="bring docs/stability.md, docs/precision.md and the pictures up to date",
+        help="bring these pages and their pictures up to date: " + ", ".join(DOCUMENTS),
     )
     what.add_argument(
         "--check",
@@ -51,25 +51,24 @@ def add(commands: shared.Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = args.root / "bench" / "results" / "lab"
 
-    def load() -> tuple[list[summary.Kept], list[summary.Kept]]:
-        """The sweeps of docs/stability.md, and those of docs/precision.md if there are any."""
-        narrow = (folder / precision.INDEX).exists()
-        return summary.load(folder, planned), (
-            summary.load(folder, planned, precision.INDEX) if narrow else []
-        )
+    def load() -> list[list[summary.Kept]]:
+        """The sweeps of docs/stability.md, and those of the other pages if there are any."""
+        return [
+            summary.load(folder, planned, index) if (folder / index).exists() else []
+            for index in ("sweeps.json", precision.INDEX, target.INDEX)
+        ]
 
     for source in args.keep:
-        kept, narrow = load()
-        added = summary.keep(source / "runs.jsonl", [*kept, *narrow])
+        added = summary.keep(source / "runs.jsonl", [sweep for page in load() for sweep in page])
         print(f"{added} runs of {source} are kept now")
-    kept, narrow = load()
+    kept, narrow, aimed = load()
     print_table(summary.summary_table(kept))
-    for sweep in [*kept, *narrow]:
+    for sweep in [*kept, *narrow, *aimed]:
         if sweep.missing:
             print(f"{sweep.title}: {sweep.missing_text()}\n  " + "\n  ".join(sweep.commands))
     stale = []
     images = args.root / "docs" / "images"
-    parts = summary.sections(kept) | precision.sections(narrow, args.root)
+    parts = summary.sections(kept) | precision.sections(narrow, args.root) | target.sections(aimed)
     for path in (args.root / name for name in DOCUMENTS):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         wanted = summary.replaced(text, parts, path)
@@ -86,12 +85,18 @@ def run(args: argparse.Namespace) -> int:
             drawn["precision.png"] = precision.figure(narrow)
         for name, figure in drawn.items():
             print(f"picture: {figures.save(figure, images / name)}")
-    headline, source = images / summary.HEADLINE_PICTURE, summary.headline_source(kept)
-    if source is not None and picture_source(headline) != source:
-        stale.append(headline)
-        if args.write:
-            figure = summary.headline_figure(kept)
-            print(f"picture: {figures.save(figure, headline, source)}")
+    for name, source, draw in (
+        (
+            summary.HEADLINE_PICTURE,
+            summary.headline_source(kept),
+            lambda: summary.headline_figure(kept),
+        ),
+        (target.PICTURE, target.picture_source(aimed), lambda: target.figure(aimed)),
+    ):
+        if source is not None and picture_source(images / name) != source:
+            stale.append(images / name)
+            if args.write:
+                print(f"picture: {figures.save(draw(), images / name, source)}")
     if args.check and stale:
         names = " and ".join(str(path) for path in stale)
         print(f"{names} do not match the kept records: run ngn-bench summary --write")

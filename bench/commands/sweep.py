@@ -12,13 +12,14 @@ from ngn_kernels.formats import ROUNDINGS
 
 from ..errors import BenchError
 from ..lab import figures, optimizers
+from ..lab.problems import SCHEDULES
 from ..lab.results import Results, tables
 from ..lab.tasks import TASKS
-from ..lab.train import KNOWN_FLOOR, RunSpec
+from ..lab.train import KNOWN_FLOOR, SWEPT_CAP, RunSpec
 from . import lab, shared
 
 DEFAULT_OPTIMIZERS = "ngn-m,sgdm,momo,ngn-mdv1,adam,momo-adam"
-STORING_OPTIMIZERS = "ngn-m,ngn-mdv1"
+OWN_OPTIMIZERS = "ngn-m,ngn-mdv1"
 
 
 def add(commands: shared.Commands) -> None:
@@ -56,10 +57,34 @@ def add(commands: shared.Commands) -> None:
         "The default is then the optimizers that take one",
     )
     parser.add_argument(
+        "--loss-target",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="each step of NGN optimizers aims at this fraction of the loss, in [0, 1). "
+        f"The default is then {OWN_OPTIMIZERS}",
+    )
+    parser.add_argument(
+        "--step-cap",
+        metavar="C",
+        help="the step size that NGN optimizers compute ρ at: a number, or lr: each run's own, "
+        "which its schedule does not change",
+    )
+    parser.add_argument(
+        "--weight-decay", type=float, default=0.0, metavar="W", help="of all optimizers (0)"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=("task", *SCHEDULES),
+        default="task",
+        help="of the step size; cosine: warm-up over 5 %% of the steps, then a cosine to 0 "
+        "(default: the task's own, for most tasks none)",
+    )
+    parser.add_argument(
         "--state",
         default="float32",
         help="how NGN optimizers store m and v: float32, bfloat16, 8bit, or both: 8bit+bfloat16. "
-        f"The default is then {STORING_OPTIMIZERS}",
+        f"The default is then {OWN_OPTIMIZERS}",
     )
     parser.add_argument(
         "--dtype",
@@ -88,7 +113,10 @@ def run(args: argparse.Namespace) -> int:
     common = lab.common_spec(args)
     folder = lab.folder_of(args, args.task)
     if args.report_only:
-        runs = lab.recorded(folder, common, lambda s: s["betas"] is None and s["weight_decay"] == 0)
+        decay = args.weight_decay
+        runs = lab.recorded(
+            folder, common, lambda s: s["betas"] is None and s["weight_decay"] == decay
+        )
     else:
         runs = lab.train_missing(args, _grid(args, names, common), folder)
     results = Results(runs)
@@ -103,14 +131,28 @@ def run(args: argparse.Namespace) -> int:
 
 def swept(args: argparse.Namespace) -> str:
     """The names of the optimizers of a sweep, as given or by default."""
-    stored = (args.state, args.rounding) != (lab.PLAIN["state"], lab.PLAIN["rounding"])
-    default = STORING_OPTIMIZERS if stored else DEFAULT_OPTIMIZERS
+    _check_aim(args)
+    plain = (lab.PLAIN["state"], lab.PLAIN["rounding"], lab.PLAIN["loss_target"], None)
+    own = (args.state, args.rounding, args.loss_target, args.step_cap) != plain
+    default = OWN_OPTIMIZERS if own else DEFAULT_OPTIMIZERS
     if args.loss_floor is None:
         return args.optimizers or default
     if args.loss_floor != KNOWN_FLOOR and not math.isfinite(_number(args.loss_floor)):
         raise BenchError(f"--loss-floor takes a number or {KNOWN_FLOOR}, not {args.loss_floor!r}")
     taking = [name for name in default.split(",") if optimizers.find(name).floor]
     return args.optimizers or ",".join(taking)
+
+
+def _check_aim(args: argparse.Namespace) -> None:
+    """Refuse a --loss-target or --step-cap that no run could take; write a cap in one form."""
+    if not 0 <= args.loss_target < 1:
+        raise BenchError(f"--loss-target is in [0, 1), not {args.loss_target:g}")
+    if args.step_cap not in (None, SWEPT_CAP):
+        if not 0 < _number(args.step_cap) < math.inf:
+            raise BenchError(
+                f"--step-cap takes a positive number or {SWEPT_CAP}, not {args.step_cap!r}"
+            )
+        args.step_cap = str(float(args.step_cap))
 
 
 def _number(text: str) -> float:
@@ -124,7 +166,7 @@ def _grid(args: argparse.Namespace, names: Sequence[str], common: dict[str, Any]
     """Each optimizer at each step size with each seed."""
     given = lab.step_sizes(args.lr) if args.lr else None
     return [
-        RunSpec(**common, optimizer=name, lr=lr, seed=seed)
+        RunSpec(**common, optimizer=name, lr=lr, seed=seed, weight_decay=args.weight_decay)
         for seed in lab.seeds(args.seeds)
         for name in names
         for lr in given or optimizers.OPTIMIZERS[name].grid

@@ -162,6 +162,16 @@ def momo_adam(params: Iterable[Tensor], lr: float, betas: Betas, weight_decay: f
     return ObservedMomoAdam(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
+def schedule_free(
+    params: Iterable[Tensor], lr: float, betas: Betas, weight_decay: float
+) -> Optimizer:
+    """AdamW that needs no schedule, ready to train."""
+    factory: Any = importlib.import_module("schedulefree").AdamWScheduleFree
+    optimizer = factory(params, lr=lr, betas=betas, weight_decay=weight_decay)
+    optimizer.train()
+    return optimizer
+
+
 def momsps(params: Iterable[Tensor], lr: float, momentum: float = 0.9) -> Optimizer:
     base: Any = importlib.import_module("momsps").MomSPS
 
@@ -193,6 +203,8 @@ def preconditioner(optimizer: Optimizer, p: Tensor) -> Tensor | None:
     for key in ("square_avg", "sum"):
         if key in state:
             return state[key].sqrt() + group["eps"]
+    if "d" in group or "weight_sum" in group:
+        return None
     keys = [k for k in ("exp_avg_sq", "grad_avg_sq", "exp_avg_var") if k in state]
     if not keys:
         return None

@@ -45,8 +45,11 @@ COLOURS = {
     "adabound": "#b3b3b3",
     "rmsprop": "#8c564b",
     "adagrad": "#b5bd00",
+    "schedulefree": "#d6604d",
+    "prodigy": "#e0a100",
+    "dadapt-adam": "#00a6a6",
 }
-"""One colour per optimizer; the two families never share an axis, so they may share a colour."""
+"""One colour per optimizer; the families never share an axis, so they may share a colour."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -69,6 +72,7 @@ STYLE: dict[Any, Any] = {
 FAMILY_TITLES = {
     "gradient": "step along the gradient or its average",
     "coordinate": "step scaled per coordinate",
+    "adapted": "step size estimated",
 }
 
 

@@ -28,16 +28,18 @@ Make = Callable[..., Optimizer]
 GRIDS = {
     "gradient": tuple(float(f"1e{k}") for k in range(-3, 5)),
     "coordinate": tuple(float(f"1e{k}") for k in range(-5, 3)),
+    "adapted": (0.1, 1.0, 10.0),
 }
-"""Default step sizes of the two families: those that step along the gradient, and those that divide
-it by coordinate-wise scales, whose step sizes are about a hundred times smaller."""
+"""Default step sizes of the families: those that step along the gradient; those that divide it by
+coordinate-wise scales, whose step sizes are about a hundred times smaller; and those that estimate
+the step size themselves, whose lr is a factor of it."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One optimizer: `make(params, lr, betas, weight_decay)`, and what a sweep needs to know.
 
-    Those of this library also take `state` and `rounding`.
+    Those of this library also take `state`, `rounding`, `loss_target` and `step_cap`.
     """
 
     name: str
@@ -47,8 +49,12 @@ class Entry:
     needs_loss: bool = False
     floor: str = ""
     """The attribute that holds the lower bound of its loss, if it takes one."""
-    stores: bool = False
-    """Whether it takes `state` and `rounding`."""
+    own: bool = False
+    """Whether it is this library's, and takes `state`, `rounding`, `loss_target` and `step_cap`."""
+    own_schedule: bool = False
+    """Whether it warms up by itself and no schedule sets its lr."""
+    lrs: tuple[float, ...] = ()
+    """Its default step sizes, if they are not its family's."""
     module: str | None = None
     package: str | None = None
     note: str = ""
@@ -56,7 +62,7 @@ class Entry:
 
     @property
     def grid(self) -> tuple[float, ...]:
-        return GRIDS[self.family]
+        return self.lrs or GRIDS[self.family]
 
     def installed(self) -> bool:
         return self.module is None or importlib.util.find_spec(self.module) is not None
@@ -116,8 +122,8 @@ def _both_betas(betas: Betas) -> dict[str, Any]:
 
 def _entries() -> Iterable[Entry]:
     """All optimizers in the order in which tables show them."""
-    gradient, coordinate = GRIDS
-    ngn: dict[str, Any] = {"needs_loss": True, "floor": "loss_floor", "stores": True}
+    gradient, coordinate, adapted = GRIDS
+    ngn: dict[str, Any] = {"needs_loss": True, "floor": "loss_floor", "own": True}
     momo: dict[str, Any] = {
         "needs_loss": True,
         "floor": "lb",
@@ -157,6 +163,23 @@ def _entries() -> Iterable[Entry]:
     yield Entry("rmsprop", "RMSprop", rmsprop, coordinate)
     yield Entry("adagrad", "Adagrad", _torch("Adagrad", _no_betas), coordinate)
 
+    yield Entry(
+        "schedulefree",
+        "Schedule-Free AdamW",
+        baselines.schedule_free,
+        coordinate,
+        own_schedule=True,
+        lrs=(0.00025, 0.0025, 0.025),
+        module="schedulefree",
+        package="schedulefree",
+        note="it warms up over the first 5 % of the steps, and no schedule sets its lr",
+    )
+    prodigy = _of("prodigyopt", "Prodigy", _both_betas, safeguard_warmup=True)
+    yield Entry("prodigy", "Prodigy", prodigy, adapted, module="prodigyopt", package="prodigyopt")
+    dadapt = _of("dadaptation", "DAdaptAdam", _both_betas)
+    dadapted: dict[str, Any] = {"module": "dadaptation", "package": "dadaptation"}
+    yield Entry("dadapt-adam", "D-Adapted Adam", dadapt, adapted, **dadapted)
+
 
 OPTIMIZERS: dict[str, Entry] = {entry.name: entry for entry in _entries()}
 
@@ -182,20 +205,24 @@ def make(
     weight_decay: float = 0.0,
     loss_floor: float = 0.0,
     stored: Mapping[str, Any] | None = None,
+    aim: Mapping[str, float] | None = None,
 ) -> Optimizer:
     """Build the optimizer `name`; momentum methods take `betas[0]`.
 
     Args:
         stored: `state` and `rounding`, as NGN optimizers take them.
+        aim: `loss_target` and `step_cap`, as NGN optimizers take them.
     """
     entry = find(name)
     if not entry.installed():
         raise BenchError(f"{entry.label} is not installed; get it with: {entry.install_command}")
-    if stored and not entry.stores:
-        raise BenchError(
-            f"{entry.label} takes no --state and no --rounding: leave it out of --optimizers"
-        )
-    optimizer = entry.make(params, lr, betas, weight_decay, **stored or {})
+    for options, names in ((stored, ("state", "rounding")), (aim, ("loss-target", "step-cap"))):
+        if options and not entry.own:
+            raise BenchError(
+                f"{entry.label} takes no --{names[0]} and no --{names[1]}: "
+                "leave it out of --optimizers"
+            )
+    optimizer = entry.make(params, lr, betas, weight_decay, **stored or {}, **aim or {})
     if loss_floor:
         if not entry.floor:
             raise BenchError(f"{entry.label} takes no loss floor: leave it out of --optimizers")
@@ -232,19 +259,28 @@ def observe(optimizer: Optimizer, on: bool) -> None:
         optimizer.observed = on
 
 
+def set_training(optimizer: Optimizer, on: bool) -> None:
+    """Tell an optimizer that trains at other parameters than it is scored at which ones to show."""
+    if hasattr(optimizer, "train"):
+        (optimizer.train if on else optimizer.eval)()  # type: ignore[attr-defined]
+
+
 def step_size(optimizer: Optimizer) -> float | None:
-    """The last step's scalar step size: γ, τ or lr; None where each coordinate has its own."""
+    """The last step's scalar step size: γ, τ, lr or d · lr; None where each coordinate has its own."""
     if hasattr(optimizer, "step_sizes"):
         sizes = optimizer.step_sizes()
         return None if sizes is None else float(sizes[0])
     noted = getattr(optimizer, "last_step_size", None)
-    return float(noted if noted is not None else optimizer.param_groups[0]["lr"])
+    group = optimizer.param_groups[0]
+    lr = group.get("scheduled_lr", group["lr"]) * group.get("d", 1.0)
+    return float(noted if noted is not None else lr)
 
 
 def coordinate_step_sizes(name: str, optimizer: Optimizer, p: Tensor) -> Tensor | None:
     """γ/D of each coordinate of `p` in the last step, D = 1 for steps along the gradient.
 
-    None where no γ or no D exists: coordinate-wise NGN rules, and Lion, which takes signs.
+    None where no γ or no D exists: coordinate-wise NGN rules, and Lion, which takes signs. Nor is it
+    known of those that estimate a step size or average their parameters.
     """
     size, scale = step_size(optimizer), baselines.preconditioner(optimizer, p)
     if scale is None and find(name).family == "gradient":

@@ -18,8 +18,7 @@ from ..report import Table, columns, markdown_table
 from . import figures
 from .formats_study import study_table
 from .results import Results
-from .summary import UNSURE, Kept, provenance
-from .train import Run, RunSpec
+from .summary import UNSURE, Kept, Options, provenance, quality
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,8 +32,6 @@ CONTENDER = {"ngn-m": "ngnm:cpu", "ngn-mdv1": "ngnmdv1:cpu"}
 STATES = ("float32", "bfloat16", "8bit+bfloat16", "8bit")
 COLOURS = ("#222222", "#2a9d57", "#e0a100", "#c1272d")
 """By the place of a format in its sweep, the widest first."""
-
-Options = tuple[tuple[str, str], ...]
 
 
 def stored(options: Options) -> str:
@@ -55,28 +52,7 @@ def state_text(state: str) -> str:
 
 def by_format(sweep: Kept) -> dict[str, Results]:
     """The results of each format of a sweep, in the order of its commands."""
-    planned: dict[Options, dict[str, list[float]]] = {}
-    for spec in sweep.wanted:
-        planned.setdefault(spec.options, {}).setdefault(spec.optimizer, []).append(spec.lr)
-    runs: dict[Options, list[Run]] = {}
-    for run in sweep.runs:
-        runs.setdefault(RunSpec.from_json(run["spec"]).options, []).append(run)
-    return {
-        stored(options): Results(runs[options], grids)
-        for options, grids in planned.items()
-        if options in runs
-    }
-
-
-def quality(results: Results | None, name: str) -> str:
-    """The best score with the deviation over the seeds, and the width of the good range."""
-    best = None if results is None else results.best(name)
-    if results is None or best is None:
-        return "–"
-    found = results.good_range(name, results.default_margin)
-    assert found is not None
-    mark = "" if results.best_is_sure(name) else UNSURE
-    return f"{best}{mark}; {found.width}"
+    return {stored(options): results for options, results in sweep.by_options().items()}
 
 
 def _ratios(root: Path) -> dict[str, float]:

@@ -47,6 +47,12 @@ def three_stairs(lr: float, step: int, steps: int) -> float:
     return lr * 0.1 ** min(2, 3 * (step - 1) // steps)
 
 
+WARMUP = 0.05
+"""The share of a run that warms up under `--schedule cosine`."""
+SCHEDULES: dict[str, Schedule] = {"constant": constant, "cosine": warmup_cosine(WARMUP, 0.0)}
+"""As `--schedule`, in the place of the task's own."""
+
+
 class Evaluation(NamedTuple):
     """Loss and score on held-out data: accuracy in per cent, or perplexity."""
 

@@ -104,7 +104,10 @@ class Results:
         options = runs[0]["spec"]["options"]
         shown = {
             key: options[key]
-            for key in ("loss_floor", "state", "dtype", "rounding")
+            for key in (
+                *("loss_floor", "loss_target", "step_cap", "schedule"),
+                *("state", "dtype", "rounding"),
+            )
             if key in options
         }
         self.title = ", ".join(
@@ -152,7 +155,8 @@ class Results:
         scores = [cell.mean for name in self.cells if (cell := self.best(name)) is not None]
         return (max if self.higher_is_better else min)(scores, default=math.nan)
 
-    def _good(self, score: float, reference: float, margin: float) -> bool:
+    def good(self, score: float, reference: float, margin: float) -> bool:
+        """Whether a score is within `margin` of `reference`, or better."""
         if self.higher_is_better:
             return score >= reference - margin
         return score <= reference * (1 + margin / 100)
@@ -165,7 +169,7 @@ class Results:
             return None
         cells = self.cells[name]
         wanted = best.mean if reference is None else reference
-        if not self._good(best.mean, wanted, margin):
+        if not self.good(best.mean, wanted, margin):
             return None
         grid = self.grid(name)
 
@@ -176,7 +180,7 @@ class Results:
                 beyond = place + direction
                 if not 0 <= beyond < len(grid) or grid[beyond] not in cells:
                     return grid[place], True
-                if not self._good(cells[grid[beyond]].mean, wanted, margin):
+                if not self.good(cells[grid[beyond]].mean, wanted, margin):
                     return grid[place], False
                 place = beyond
 

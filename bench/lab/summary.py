@@ -29,6 +29,16 @@ PAIRS = (("ngn-m", "sgdm", "momo"), ("ngn-mdv1", "adam", "momo-adam"))
 UNSURE = "*"
 
 
+Options = tuple[tuple[str, str], ...]
+"""What else than its step size sets a run of an optimizer apart."""
+
+
+def options_of(spec: RunSpec) -> Options:
+    """The options of a run, its weight decay among them."""
+    decay = {"weight_decay": f"{spec.weight_decay:g}"} if spec.weight_decay else {}
+    return tuple(sorted((dict(spec.options) | decay).items()))
+
+
 @dataclass(frozen=True)
 class Kept:
     """A sweep whose record is kept: the runs of its commands, and those that are recorded."""
@@ -54,11 +64,28 @@ class Kept:
             planned.setdefault(spec.optimizer, []).append(spec.lr)
         return Results(self.runs, planned) if self.runs else None
 
+    def by_options(self) -> dict[Options, Results]:
+        """The results of the runs with the same options, in the order of the commands."""
+        planned: dict[Options, dict[str, list[float]]] = {}
+        for spec in self.wanted:
+            planned.setdefault(options_of(spec), {}).setdefault(spec.optimizer, []).append(spec.lr)
+        runs: dict[Options, list[Run]] = {}
+        for run in self.runs:
+            runs.setdefault(options_of(RunSpec.from_json(run["spec"])), []).append(run)
+        return {
+            options: Results(runs[options], grids)
+            for options, grids in planned.items()
+            if options in runs
+        }
+
     def missing_text(self) -> str:
-        """How many runs are missing, and which."""
+        """How many runs are missing, and which; with their options, if there are several."""
+        several = len(set(map(options_of, self.wanted))) > 1
         steps: dict[str, list[float]] = {}
         for spec in self.missing:
-            steps.setdefault(figures.label(spec.optimizer), []).append(spec.lr)
+            words = [f"{k.replace('_', ' ')} {v}" for k, v in options_of(spec) if several]
+            name = ", ".join([figures.label(spec.optimizer), *words])
+            steps.setdefault(name, []).append(spec.lr)
         which = "; ".join(
             f"{name} at {', '.join(f'{lr:g}' for lr in sorted(set(lrs)))}"
             for name, lrs in steps.items()
@@ -113,6 +140,17 @@ def _row(results: Results | None, name: str) -> list[str]:
         found.width,
         *(results.at_multiple(name, factor) for factor in (10, 100)),
     ]
+
+
+def quality(results: Results | None, name: str) -> str:
+    """The best score with the deviation over the seeds, and the width of the good range."""
+    best = None if results is None else results.best(name)
+    if results is None or best is None:
+        return "–"
+    found = results.good_range(name, results.default_margin)
+    assert found is not None
+    mark = "" if results.best_is_sure(name) else UNSURE
+    return f"{best}{mark}; {found.width}"
 
 
 DECADES = (

@@ -282,6 +282,17 @@ def cifar10_resnet20(setup: Setup) -> Problem:
     return problem.configure(watch=RESNET_WATCH)
 
 
+@task("cifar10-cnn")
+def cifar10_cnn(setup: Setup) -> Problem:
+    """Three convolutions on a fifth of CIFAR-10, 4 epochs of batches of 64."""
+    train, test = _images(setup, data.cifar10(setup.data_dir))
+    train = data.Images(train.images[:10000], train.labels[:10000])
+    prepare = _normalised((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    model = models.SmallCNN(10, setup.size(32))
+    problem = Classification(model, train, test, setup.epochs(4), setup.batch(64), prepare)
+    return problem.configure(channels_last=True, watch=("convs.0.weight", "head.weight"))
+
+
 @task("cifar10-vgg16")
 def cifar10_vgg16(setup: Setup) -> Problem:
     """VGG16 on CIFAR-10, 50 epochs of batches of 128."""
@@ -375,6 +386,18 @@ def shakespeare_transformer(setup: Setup) -> Problem:
     return _characters(setup, data.shakespeare(setup.data_dir))
 
 
+@task("shakespeare-gpt")
+def shakespeare_gpt(setup: Setup) -> Problem:
+    """Transformer of 3 layers on the characters of Tiny Shakespeare, 1500 batches of 16."""
+    text = data.shakespeare(setup.data_dir)
+    heads, context = setup.size(4), setup.context(64)
+    layers = setup.size(3)
+    model = models.char_transformer(text.vocab, context, layers, heads, 16 * heads)
+    held_out = setup.held_out(len(text.held_out))
+    problem = LanguageModel(model, text, setup.steps(1500), setup.batch(16), context, held_out)
+    return problem.configure(watch=_qkv(layers, (0, layers - 1)), evaluations=5)
+
+
 @task("rotten-tomatoes-transformer")
 def rotten_tomatoes_transformer(setup: Setup) -> Problem:
     """Transformer of 24 layers on the characters of Rotten Tomatoes, 2000 batches of 16."""
@@ -398,6 +421,19 @@ def _words(setup: Setup, text: data.Text) -> Problem:
 def ptb_lstm(setup: Setup) -> Problem:
     """LSTM of 3 layers on the words of the Penn Treebank, 150 epochs of batches of 20×70."""
     return _words(setup, data.ptb(setup.data_dir))
+
+
+@task("ptb-lstm-small")
+def ptb_lstm_small(setup: Setup) -> Problem:
+    """LSTM of 2 layers of 200 on the words of the Penn Treebank, 700 batches of 20×35."""
+    text = data.ptb(setup.data_dir)
+    width, steps = setup.size(200), setup.steps(700)
+    model = models.WordLSTM(text.vocab, width, width, layers=2, dropout=0.0)
+    rows, chunk = setup.batch(20), setup.context(35)
+    held_out = setup.held_out(len(text.held_out))
+    problem = RecurrentLanguageModel(model, text, 1, rows, chunk, held_out)
+    watched = tuple(f"rnns.{k}.weight_hh_l0" for k in range(2))
+    return problem.configure(steps=steps, watch=watched, evaluations=2)
 
 
 @task("wikitext2-lstm")

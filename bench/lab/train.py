@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from .. import environment
 from ..errors import BenchError
 from . import optimizers
-from .problems import Batch, Problem
+from .problems import SCHEDULES, WARMUP, Batch, Problem
 from .tasks import Scale, Setup, find_task
 
 Run = dict[str, Any]
@@ -35,6 +35,8 @@ PARAMETERS = {"mixed": torch.float32, "bfloat16": torch.bfloat16}
 """As `--dtype`: the type of the parameters where a model computes in bfloat16."""
 KNOWN_FLOOR = "known"
 """As `--loss-floor`: the lower bound of the loss that the task itself gives."""
+SWEPT_CAP = "lr"
+"""As `--step-cap`: the run's own step size, without its schedule."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,12 @@ def make_optimizer(spec: RunSpec, problem: Problem) -> Optimizer:
     given = options.get("loss_floor", "0")
     if given == KNOWN_FLOOR and not problem.loss_floor:
         raise BenchError(f"{spec.task} knows no loss floor but 0: give --loss-floor a number")
-    return optimizers.make(
+    cap = options.get("step_cap")
+    aim = {
+        "loss_target": float(options.get("loss_target", "0")),
+        "step_cap": spec.lr if cap == SWEPT_CAP else float(cap or "0"),
+    }
+    optimizer = optimizers.make(
         spec.optimizer,
         problem.model.parameters(),
         spec.lr,
@@ -150,7 +157,12 @@ def make_optimizer(spec: RunSpec, problem: Problem) -> Optimizer:
         spec.weight_decay,
         problem.loss_floor if given == KNOWN_FLOOR else float(given),
         optimizers.storage(options.get("state"), options.get("rounding")),
+        {key: value for key, value in aim.items() if value},
     )
+    if optimizers.find(spec.optimizer).own_schedule:
+        for group in optimizer.param_groups:
+            group["warmup_steps"] = round(WARMUP * problem.steps)
+    return optimizer
 
 
 def build(spec: RunSpec, machine: Machine) -> Problem:
@@ -177,6 +189,8 @@ def build(spec: RunSpec, machine: Machine) -> Problem:
         problem.model.to(PARAMETERS[dtype])
     if "steps" in setup.options:
         problem.steps = int(setup.options["steps"])
+    if "schedule" in setup.options:
+        problem.schedule = SCHEDULES[setup.options["schedule"]]
     return problem
 
 
@@ -232,9 +246,10 @@ class Training:
         evaluations = _spread(problem.evaluations, problem.steps)
         batches = problem.batches(torch.Generator().manual_seed(self.spec.seed))
         losses: list[float] = []
+        scheduled = not optimizers.find(self.spec.optimizer).own_schedule
         problem.model.train()
         for self.step in range(1, problem.steps + 1):
-            for group in self.optimizer.param_groups:
+            for group in self.optimizer.param_groups if scheduled else ():
                 group["lr"] = problem.schedule(self.spec.lr, self.step, problem.steps)
             loss = self.backward(next(batches))
             losses.append(float(loss))
@@ -294,8 +309,10 @@ class Training:
     def evaluate(self, losses: list[float]) -> bool:
         """Note a point of the curve; False if the model has become useless."""
         self.problem.model.eval()
+        optimizers.set_training(self.optimizer, False)
         with torch.no_grad(), self.autocast():
             held_out = self.problem.evaluate()
+        optimizers.set_training(self.optimizer, True)
         self.problem.model.train()
         if not all(map(math.isfinite, held_out)):
             return False

@@ -22,6 +22,7 @@ from .text import (
 )
 from .text import TransformerPlus as TransformerPlus
 from .vision import MLP, VGG16, ViT, cifar_resnet, resnet18, vit_tiny
+from .vision import SmallCNN as SmallCNN
 
 ModelFactory = Callable[..., nn.Module]
 

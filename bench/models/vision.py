@@ -32,6 +32,24 @@ class MLP(nn.Module):
         return self.head(x)
 
 
+class SmallCNN(nn.Module):
+    """Three 3×3 convolutions, each followed by a ReLU and pooling, and a linear head."""
+
+    def __init__(self, classes: int = 10, width: int = 32) -> None:
+        super().__init__()
+        channels = [3, width, width, 2 * width]
+        self.convs = nn.ModuleList(
+            nn.Conv2d(n_in, n_out, 3, padding=1) for n_in, n_out in itertools.pairwise(channels)
+        )
+        self.head = nn.Linear(2 * width * 4 * 4, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images
+        for conv in self.convs:
+            x = F.max_pool2d(F.relu(conv(x)), 2)
+        return self.head(x.flatten(1))
+
+
 class BasicBlock(nn.Module):
     """Two 3×3 convolutions around a shortcut.
 

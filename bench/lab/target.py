@@ -1,0 +1,283 @@
+"""docs/loss-target.md's tables and picture, from the kept records of runs with a loss target.
+
+`targets.json` in the folder of kept records lists the sweeps, as `sweeps.json` does for
+docs/stability.md. Each has runs of several options: loss targets, schedules, other optimizers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..pages.plots import record_digest
+from ..report import Column, Table, columns, markdown_table
+from . import figures, optimizers
+from .results import Cell, Results, number, skipped_note
+from .summary import UNSURE, Kept, Options, quality
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INDEX = "targets.json"
+PICTURE = "loss-target.png"
+GOAL = {"accuracy": 0.5, "perplexity": 2.0}
+"""How far from tuned Adam one setting may be: points of accuracy, or per cent of perplexity."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """An optimizer with its options: what one line of a picture or row of a table shows."""
+
+    name: str
+    target: str = ""
+    schedule: str = "cosine"
+    lr: float = math.nan
+    """Where a table looks at one step size alone."""
+
+    @property
+    def options(self) -> Options:
+        """The options of its runs."""
+        given = {"loss_target": self.target} if self.target else {}
+        if self.schedule:
+            given["schedule"] = self.schedule
+            if optimizers.find(self.name).own:
+                given["step_cap"] = "lr"
+        return tuple(sorted(given.items()))
+
+    @property
+    def label(self) -> str:
+        text = figures.label(self.name)
+        if optimizers.find(self.name).own:
+            text += f", target {self.target or 0}"
+        return text if math.isnan(self.lr) else f"{text}, lr {self.lr:g}"
+
+    def results(self, sweep: Kept) -> Results | None:
+        found = sweep.by_options().get(self.options)
+        return found if found is not None and self.name in found.cells else None
+
+    def cell(self, sweep: Kept) -> Cell | None:
+        results = self.results(sweep)
+        return None if results is None else results.cells[self.name].get(self.lr)
+
+
+ADAM = Line("adam")
+AT_ONE = (
+    *(Line("ngn-mdv1", target, lr=1.0) for target in ("0.9", "0.8", "0.6", "")),
+    Line("ngn-mdv1", lr=1e-2),
+)
+"""NGN-MDv1 at one step size for all tasks: one far too large, and its default."""
+UNTUNED = (
+    Line("ngn-mdv1", "0.8", lr=1.0),
+    Line("adam", lr=1e-3),
+    Line("adam", lr=3e-3),
+    Line("momo-adam", lr=1e-2),
+    Line("prodigy", lr=1.0),
+    Line("dadapt-adam", lr=1.0),
+    Line("schedulefree", lr=2.5e-3),
+)
+"""Each optimizer at one setting: that of this page, the defaults of the others, and a larger lr of
+Adam, which in hindsight suits these tasks better than its default."""
+TARGETS = ("", "0.6", "0.8", "0.9")
+SWEPT = (ADAM, *(Line("ngn-mdv1", target) for target in TARGETS), Line("ngn-m", "0.8"))
+UNSCHEDULED = tuple(
+    Line(name, target, "") for name, target in (("adam", ""), ("ngn-mdv1", ""), ("ngn-mdv1", "0.8"))
+)
+
+
+def untuned_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
+    """Each line at its one step size for all tasks, beside Adam at its best one for each."""
+    rows = []
+    within = dict.fromkeys(lines, 0)
+    shown = dict.fromkeys(lines, 0)
+    for sweep in kept:
+        tuned = ADAM.results(sweep)
+        best = None if tuned is None else tuned.best("adam")
+        if tuned is None or best is None:
+            rows.append([sweep.title, "–", *("–" for _ in lines)])
+            continue
+        sure = tuned.best_is_sure("adam")
+        row = [sweep.title, f"{number(best.mean)}{'' if sure else UNSURE} ({best.lr:g})"]
+        for line in lines:
+            cell = line.cell(sweep)
+            if cell is None:
+                row.append("–")
+                continue
+            shown[line] += sure
+            good = sure and tuned.good(cell.mean, best.mean, GOAL[tuned.metric])
+            within[line] += good
+            text = "diverged" if cell.diverged else number(cell.mean)
+            row.append(f"**{text}**" if good else text)
+        rows.append(row)
+    counts = (f"{within[ln]} of {shown[ln]}" if shown[ln] else "–" for ln in lines)
+    rows.append(["within the goal", "", *counts])
+    caption = (
+        "Mean accuracy in per cent, or perplexity where it is text (lower is better), after the last "
+        "step; in brackets Adam's best step size of those tried. Bold: within "
+        f"{GOAL['accuracy']:g} points of accuracy or {GOAL['perplexity']:g} % of perplexity of tuned "
+        f"Adam, or better. {UNSURE}: a step size next to Adam's best has no run, so nothing is compared "
+        "with it. –: no run."
+    )
+    headings = columns("task", "Adam, tuned", *(line.label for line in lines))
+    return Table("One setting for all tasks", headings, rows, caption)
+
+
+def decades_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
+    """The best score of each line on each task, and the width of its good range."""
+    rows = [
+        [sweep.title, *(quality(line.results(sweep), line.name) for line in lines)]
+        for sweep in kept
+        if any(line.results(sweep) is not None for line in lines)
+    ]
+    caption = (
+        "The best score, then the decades of step sizes within 0.5 points of accuracy or 5 % of "
+        "perplexity of it; ≥: the grid of step sizes ends inside the range. "
+        f"{UNSURE}: a step size next to the best one has no run. –: no run."
+    )
+    headings = columns("task", *(line.label for line in lines))
+    return Table("Decades", headings, rows, caption)
+
+
+def status_table(kept: Sequence[Kept]) -> Table:
+    """How much of each sweep is done."""
+    rows = [
+        [
+            sweep.title,
+            sweep.reaches_zero,
+            str(len(sweep.runs)),
+            str(len(sweep.wanted)),
+            f"{sum(run['seconds'] for run in sweep.runs) / 60:.0f}",
+        ]
+        for sweep in kept
+    ]
+    headings = columns("task", "can the loss reach 0?", "runs", "planned", "minutes", text=(0, 1))
+    return Table("What is done", headings, rows)
+
+
+def _words(options: Options, own: bool) -> str:
+    """A variant's options in words, without the loss target; a cap at lr is not mentioned."""
+    given = dict(options)
+    words = [given.get("schedule", "none")]
+    cap = given.get("step_cap", "lr" if words == ["none"] else "no")
+    if own and cap != "lr":
+        words.append("no cap" if cap == "no" else f"cap {cap}")
+    if "weight_decay" in given:
+        words.append(f"decay {given['weight_decay']}")
+    return ", ".join(words)
+
+
+def grid_tables(sweep: Kept) -> list[Table]:
+    """Scores by step size, a row per optimizer and options; those with lr around 1 first."""
+    tables = []
+    for around_one in (True, False):
+        rows: list[tuple[list[str], Results, str]] = []
+        for options, results in sweep.by_options().items():
+            for name in results.cells:
+                entry = optimizers.find(name)
+                if (entry.own or entry.family != "coordinate") == around_one:
+                    target = dict(options).get("loss_target", "0") if entry.own else ""
+                    head = [entry.label, target, _words(options, entry.own)]
+                    rows.append((head, results, name))
+        if not rows:
+            continue
+        lrs = sorted({lr for _, results, name in rows for lr in results.grid(name)})
+        cells = [
+            [
+                *head,
+                *(
+                    str(results.cells[name][lr])
+                    if lr in results.cells[name]
+                    else "–" * (lr in results.planned.get(name, ()))
+                    for lr in lrs
+                ),
+            ]
+            for head, results, name in rows
+        ]
+        headings = [
+            *columns("optimizer", "target", "schedule", text=(0, 2)),
+            *(Column(f"{lr:g}") for lr in lrs),
+        ]
+        tables.append(Table(sweep.title, headings, cells))
+    return tables
+
+
+COLOURS = ("#1f4e9c", "#222222", "#e0a100", "#c1272d", "#2a9d57")
+PER_ROW = 4
+
+
+def _drawn(kept: Sequence[Kept]) -> list[tuple[Kept, list[tuple[Line, Results]]]]:
+    """The lines of the picture: Adam and NGN-MDv1 at each target, with the schedule."""
+    lines = [
+        (sweep, [(ln, ln.results(sweep)) for ln in SWEPT if ln.name != "ngn-m"]) for sweep in kept
+    ]
+    found = [(sweep, [(ln, r) for ln, r in pairs if r is not None]) for sweep, pairs in lines]
+    return [(sweep, pairs) for sweep, pairs in found if len(pairs) > 1]
+
+
+def picture_source(kept: Sequence[Kept]) -> str | None:
+    """A fingerprint of what the picture shows; None if there is nothing to show."""
+    shown = {
+        sweep.title: {
+            line.label: [(lr, str(cell)) for lr, cell in results.cells[line.name].items()]
+            for line, results in pairs
+        }
+        for sweep, pairs in _drawn(kept)
+    }
+    return record_digest(shown) if shown else None
+
+
+def figure(kept: Sequence[Kept]) -> Figure:
+    """Final score against step size, a panel per task, a line per loss target, and Adam."""
+    plt = figures.pyplot()
+    shown = _drawn(kept)
+    count = -(-len(shown) // PER_ROW)
+    drawn, axes = plt.subplots(
+        count, PER_ROW, figsize=(3.1 * PER_ROW, 2.7 * count), squeeze=False, layout="constrained"
+    )
+    order = [line for line in SWEPT if line.name != "ngn-m"]
+    for axis in axes.flat[len(shown) :]:
+        axis.set_axis_off()
+    for axis, (sweep, pairs) in zip(axes.flat, shown, strict=False):
+        worst_at_top = not pairs[0][1].higher_is_better
+        for line, results in pairs:
+            rank = order.index(line)
+            figures.line(
+                axis, results, line.name, "score", rank, COLOURS[rank], line.label, worst_at_top
+            )
+        together = Results(
+            [run for line, r in pairs for c in r.cells[line.name].values() for run in c.runs]
+        )
+        axis.set_xscale("log")
+        figures.score_axis(axis, together)
+        axis.set_title(sweep.title, fontsize=9)
+        axis.set_xlabel("lr")
+    handles = [
+        plt.Line2D(
+            [], [], color=COLOURS[rank], marker=figures.MARKERS[rank], ms=5, label=line.label
+        )
+        for rank, line in enumerate(order)
+    ]
+    drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return drawn
+
+
+def sections(kept: Sequence[Kept]) -> dict[str, str]:
+    """The generated parts of docs/loss-target.md, by the name of their markers."""
+    if not kept:
+        return {}
+    parts = {}
+    for name, table in {
+        "target-at-one": untuned_table(kept, AT_ONE),
+        "untuned": untuned_table(kept, UNTUNED),
+        "target-decades": decades_table(kept, SWEPT),
+        "target-unscheduled": decades_table(kept, UNSCHEDULED),
+        "target-status": status_table(kept),
+    }.items():
+        parts[name] = f"{markdown_table(table)}\n{table.caption}\n".rstrip() + "\n"
+    for sweep in kept:
+        tables = "\n".join(markdown_table(table) for table in grid_tables(sweep))
+        missing = f"**Not finished**: {sweep.missing_text()}.\n\n" if sweep.missing else ""
+        note = skipped_note(sweep.runs)
+        parts[sweep.folder.name] = missing + tables + (f"\n{note}\n" if note else "")
+    return parts
