@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+PACKAGES = ("ngn_kernels", "ngn_bench")
+WITHOUT = os.environ.get("NGN_EXTENSION") == "0"
+"""Build a wheel for every platform, without the C++ extension."""
+FIX = (
+    "install a C++17 compiler (Debian: apt install g++; macOS: xcode-select --install) and repeat "
+    "the command, or set NGN_EXTENSION=0 to install without the extension: every optimizer works "
+    "then, with slower plain torch operations on CPUs"
+)
+
+
+class Build(build):
+    """Pack what this build made, and nothing that an earlier one left in the build folder."""
+
+    def run(self) -> None:
+        for package in PACKAGES:
+            shutil.rmtree(Path(self.build_lib) / package, ignore_errors=True)
+        super().run()
 
 
 class CMakeBuild(build_ext):
-    """Build `ngn_kernels._cpu`; without a working compiler, install the package without it."""
+    """Build `ngn_kernels._cpu`, or fail: pip would keep a wheel without it and install it again."""
 
     def build_extension(self, ext: Extension) -> None:
-        target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
         build = Path(self.build_temp).resolve()
+        target.unlink(missing_ok=True)
+        # It has the paths of the isolated environment of an earlier build, which is gone.
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
         try:
             import pybind11
 
@@ -27,25 +49,20 @@ class CMakeBuild(build_ext):
                 "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
                 f"-DPython_EXECUTABLE={sys.executable}",
                 f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-                f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
+                f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
                 *shlex.split(os.environ.get("NGN_CMAKE_ARGS", "")),
             ]  # fmt: skip
             subprocess.run(configure, check=True)
             subprocess.run(["cmake", "--build", str(build)], check=True)
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
-            if os.environ.get("NGN_REQUIRE_EXTENSION") == "1":
-                raise
-            print(
-                f"ngn_kernels: the C++ extension was not built ({error}). The package works "
-                "without it, more slowly; `python -m ngn_kernels` says what is missing.",
-                file=sys.stderr,
-            )
-
-    def get_outputs(self) -> list[str]:
-        return [path for path in super().get_outputs() if Path(path).exists()]
+            raise SystemExit(
+                f"ngn_kernels: the C++ extension was not built ({error}): {FIX}."
+            ) from error
+        if not target.exists():
+            raise SystemExit(f"ngn_kernels: CMake made no {target.name}")
 
 
 setup(
-    ext_modules=[Extension("ngn_kernels._cpu", sources=[], optional=True)],
-    cmdclass={"build_ext": CMakeBuild},
+    ext_modules=[] if WITHOUT else [Extension("ngn_kernels._cpu", sources=[])],
+    cmdclass={"build": Build, "build_ext": CMakeBuild},
 )

@@ -75,13 +75,17 @@ def _interrupt_on_terminate() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     # Imported here, because they import torch, which reads the environment that `main` sets.
-    from .commands import ablate, compare, info, ranks, roofline, step, summary, sweep, toy, train
+    from ngn_kernels import __version__
 
-    parser = argparse.ArgumentParser(
+    from .commands import ablate, compare, info, ranks, roofline, step, summary, sweep, toy, train
+    from .commands.shared import Parser
+
+    parser = Parser(
         prog="ngn-bench",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"ngn_kernels {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (step, train, roofline, ranks, compare, info, toy, sweep, ablate, summary):
         command.add(commands)

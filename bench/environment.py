@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
@@ -78,6 +79,19 @@ def cache_bytes() -> dict[str, int]:
 def _parse_size(text: str) -> int:
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
+
+
+def available_cores() -> int:
+    """How many cores this process may use: its affinity, and a container's share of time."""
+    # os.process_cpu_count() says it from Python 3.13 on.
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    cores = len(allowed) or os.cpu_count() or 1
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        share = math.ceil(int(quota) / int(period)) if quota != "max" else cores
+    except (OSError, ValueError):
+        return cores
+    return max(1, min(cores, share))
 
 
 def memory_free(device: torch.device) -> int | None:
@@ -198,7 +212,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": available_cores(),
         "caches": cache_bytes(),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),

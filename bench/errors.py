@@ -12,6 +12,14 @@ class BenchError(Exception):
     """A request that cannot be met; the message says what to do instead."""
 
 
+def missing_package(what: str, package: str) -> BenchError:
+    """An error for an optional dependency; with ngn_kernels installed pip only adds the extra."""
+    return BenchError(
+        f"{what} needs {package}: pip install {package}, or everything that ngn-bench uses by "
+        "default: pip install 'ngn_kernels[bench]'"
+    )
+
+
 def unknown_name(
     kind: str, name: str, known: Iterable[str], note: str = "", listed: Iterable[str] = ()
 ) -> BenchError:

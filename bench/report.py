@@ -11,14 +11,19 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from .errors import BenchError
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 SCHEMA = 1
 INTERRUPTED_NOTE = "not measured: interrupted"
 REFRESH_SECONDS = 0.25
 FEW_SAMPLES = 5
+NARROWEST_TEXT = 24  # letters of a column of text that goes over several lines
+RULE = 3  # letters between two columns on a terminal
 
 Progress = Callable[[float, str], object]
 
@@ -123,26 +128,65 @@ def plain_table(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
+def fitted(table: Table, width: int) -> list[Table]:
+    """The table, or parts of it that fit a width: each begins with the column of names."""
+    wide = [
+        max(len(cell) for cell in (column.heading, *(row[place] for row in table.rows)))
+        for place, column in enumerate(table.columns)
+    ]
+    # Text but for the names may go over several lines.
+    wide = [
+        size if place == 0 or table.columns[place].right else min(size, NARROWEST_TEXT)
+        for place, size in enumerate(wide)
+    ]
+    groups: list[list[int]] = [[0]]
+    for place in range(1, len(wide)):
+        used = sum(wide[k] + RULE for k in groups[-1]) + wide[place] + RULE
+        if used > width and len(groups[-1]) > 1:
+            groups.append([0])
+        groups[-1].append(place)
+    return [
+        dataclasses.replace(
+            table,
+            title=table.title if index == 0 else f"{table.title} (continued)",
+            columns=[table.columns[k] for k in places],
+            rows=[[row[k] for k in places] for row in table.rows],
+            caption=table.caption if index == len(groups) - 1 else "",
+        )
+        for index, places in enumerate(groups)
+    ]
+
+
 def _print_rich(table: Table, stream: IO[str]) -> None:
-    from rich import box
     from rich.console import Console
+
+    console = Console(file=stream)
+    for part in fitted(table, console.width - 1):
+        console.print(_rich_table(part))
+        if part.caption:
+            console.print(part.caption, style="italic dim", highlight=False, markup=False)
+            console.print()
+
+
+def _rich_table(table: Table) -> RichTable:
+    from rich import box
     from rich.table import Table as RichTable
 
     shown = RichTable(
         title=table.title,
-        caption=table.caption,
         title_justify="left",
-        caption_justify="left",
         box=box.SIMPLE_HEAD,
         title_style="bold",
     )
-    for column in table.columns:
+    for place, column in enumerate(table.columns):
         shown.add_column(
-            column.heading, justify="right" if column.right else "left", no_wrap=column.right
+            column.heading,
+            justify="right" if column.right else "left",
+            no_wrap=column.right or place == 0,
         )
     for index, row in enumerate(table.rows):
         shown.add_row(*row, style="bold cyan" if index == table.bold else None)
-    Console(file=stream).print(shown)
+    return shown
 
 
 def markdown_table(table: Table) -> str:

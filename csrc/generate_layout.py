@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-import zlib
 from enum import IntEnum
 from pathlib import Path
 
@@ -32,7 +31,8 @@ NUMBERS = {"int": "int64_t", "Word": "uint32_t", "float": "double"}
 
 
 def header(source: Path = SOURCE) -> str:
-    layout = {k: v for k, v in runpy.run_path(str(source)).items() if not k.startswith("_")}
+    names = runpy.run_path(str(source))
+    layout = {k: v for k, v in names.items() if not k.startswith("_")}
     lines: list[str] = []
     for name, value in layout.items():
         if isinstance(value, type) and issubclass(value, IntEnum) and value is not IntEnum:
@@ -41,7 +41,6 @@ def header(source: Path = SOURCE) -> str:
             kind = type(value).__name__
             text = value.hex() if kind == "float" else str(int(value))
             lines.append(f"constexpr {NUMBERS[kind]} {name} = {text};")
-    checksum = zlib.crc32("\n".join(lines).encode())
     return "\n".join(
         [
             "// Made of ngn_kernels/layout.py by csrc/generate_layout.py: edit that module.",
@@ -52,7 +51,7 @@ def header(source: Path = SOURCE) -> str:
             "namespace ngn {",
             "",
             *lines,
-            f"constexpr uint32_t LAYOUT_CHECKSUM = {checksum}u;",
+            f"constexpr uint32_t LAYOUT_CHECKSUM = {names['checksum'](names)}u;",
             "",
             "}  // namespace ngn",
             "",

@@ -7,6 +7,8 @@ into Triton's constants when the kernels are loaded.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from enum import IntEnum
 
 # Tables: arrays of 8-byte numbers that the host, the engines and GPUs share
@@ -149,3 +151,17 @@ FLOAT16_LIMIT = 65520.0
 INT8_LIMIT = float.fromhex("0x1.fc0002p127")  # after 127 times the largest scale
 STOCHASTIC_BFLOAT16_LIMIT = float.fromhex("0x1.fe0002p127")
 STOCHASTIC_FLOAT16_LIMIT = float.fromhex("0x1.ffc002p15")
+
+
+def checksum(names: Mapping[str, object]) -> int:
+    """A number that changes with the numbers of this module, whose `vars` are `names`.
+
+    The extension carries that of the layout it was built from.
+    """
+    lines = []
+    for name, value in names.items():
+        if isinstance(value, type) and issubclass(value, IntEnum):
+            lines += [f"{name}.{member.name} {int(member)}" for member in value]
+        elif isinstance(value, (int, float)):
+            lines.append(f"{name} {value!r}")
+    return zlib.crc32("\n".join(lines).encode())

@@ -31,7 +31,13 @@ fresh wheel
 "$work/wheel/bin/pip" install --quiet --no-deps "$work"/dist/*.whl
 (cd "$work" && wheel/bin/python -c "$(echo "$try" | sed s/BACKEND/cpu/)" && wheel/bin/python -m ngn_kernels)
 fresh sdist
-CXX=/nonexistent/c++ "$work/sdist/bin/pip" install --quiet --no-deps "$work"/dist/*.tar.gz
+# Without a compiler there is no wheel that pip could keep; the error says both ways out.
+if CXX=/nonexistent/c++ "$work/sdist/bin/pip" install --no-deps "$work"/dist/*.tar.gz >"$work/refused.txt" 2>&1; then
+  echo "an install without a compiler must fail"
+  exit 1
+fi
+grep -q "NGN_EXTENSION=0" "$work/refused.txt"
+CXX=/nonexistent/c++ NGN_EXTENSION=0 "$work/sdist/bin/pip" install --quiet --no-deps "$work"/dist/*.tar.gz
 (cd "$work" && sdist/bin/python -c "$(echo "$try" | sed s/BACKEND/reference/)")
 (cd "$work" && sdist/bin/python -m ngn_kernels) | tee "$work/doctor.txt"
 grep -q "extension is not built" "$work/doctor.txt"

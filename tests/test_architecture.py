@@ -23,18 +23,10 @@ PACKAGE = Path(ngn_kernels.__file__).parent
 # A module may import from earlier layers, and from its own. A package stands for its modules, unless
 # one of them has a layer of its own.
 LAYERS = (
-    *("version", "layout", "messages", "rules", "options", "formats", "distributed.dtensors"),
-    *("backwards", "loss", "planning.checks", "planning.state", "adamw", "checkpoint"),
-    *(
-        "parameter_groups",
-        "planning.signature",
-        "planning.transfer",
-        "planning.tables",
-        "step_size",
-        "planning",
-        "distributed",
-        "backends",
-    ),
+    *("version", "layout", "extension", "messages", "rules", "options", "formats"),
+    *("distributed.dtensors", "backwards", "loss", "planning.checks", "planning.state", "adamw"),
+    *("checkpoint", "parameter_groups", "planning.signature", "planning.transfer"),
+    *("planning.tables", "step_size", "planning", "distributed", "backends"),
     *("hooks", "optimizer", "optimizers", "trainers", "__init__", "doctor", "__main__"),
 )
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import platform
+import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from algorithms import EVERY, Algorithm
 from helpers import params_of, random_columns, snapshot
 from steps import train
 
+from ngn_kernels import extension, layout
 from ngn_kernels.backends import availability
+from ngn_kernels.doctor import report
+from ngn_kernels.version import __version__
 
 # Run where the C++ extension cannot be imported: one line of output for each test below.
 WITHOUT_EXTENSION = """
@@ -88,3 +96,51 @@ def test_the_doctor_says_what_is_missing(without_extension: dict[str, Any]) -> N
     lines = without_extension["doctor"].splitlines()
     (reason,) = [line.split()[1:] for line in lines if line.startswith("cpu")]
     assert "available" not in reason and len(reason) > 3
+
+
+def test_an_extension_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a clone after a pull: its tables have other columns than the package's."""
+    if availability()["cpu"] is not None:
+        pytest.skip(f"no C++ extension here: {availability()['cpu']}")
+    monkeypatch.setattr(layout, "QUANT_BLOCK", 32)
+    reason = extension.why_missing()
+    assert reason is not None and "other sources" in reason and "pip install" in reason
+
+
+@pytest.mark.parametrize(
+    ("files", "compiler", "said"),
+    [
+        ((), None, "install a C++ compiler"),
+        ((), "/usr/bin/c++", "although a C++ compiler is here"),
+        (
+            ("_cpu.cpython-38-other.so", "_cpu.pyi"),
+            None,
+            "of another Python (_cpu.cpython-38-other.so)",
+        ),
+        ((f"_cpu{EXTENSION_SUFFIXES[0]}",), None, "does not load: undefined symbol"),
+    ],
+)
+def test_why_there_is_no_extension(
+    files: tuple[str, ...],
+    compiler: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "extension.py"))
+    monkeypatch.setattr(shutil, "which", lambda name: compiler)
+    assert said in extension._why_not_imported(ImportError("undefined symbol"))
+
+
+def test_the_doctor_prints_what_a_bug_report_needs() -> None:
+    lines = {line.split()[0]: line for line in report().splitlines() if line}
+    assert torch.__version__ in lines["torch"]
+    assert __version__ in lines["ngn_kernels"]
+    assert platform.python_version() in lines["Python"]
+    assert platform.release() in lines["system"]
+    assert platform.machine() in lines["processor"]
+    assert np.__version__ in lines["packages"]
+    compilers = ", ".join(extension.compilers().values()) or "none"
+    assert f"C++: {compilers}; C: " in lines["compilers"]

@@ -21,6 +21,8 @@ from ngn_bench.errors import BenchError
 from ngn_bench.pages import readme
 from ngn_bench.timing import measure, roofline, step, workloads
 
+import ngn_kernels
+
 CHOSEN = "ngnmdv1:reference,adamw"
 
 
@@ -409,7 +411,7 @@ def test_outputs_are_tried_before_measuring(bench: Bench, command: list[str], op
     bench.patch.setitem(sys.modules, "matplotlib", None)
     bench.patch.setitem(sys.modules, "matplotlib.figure", None)
     good = str(bench.folder / "result.png")
-    assert "plots need matplotlib" in bench.failure(*command, "--plot", good)
+    assert "a picture needs matplotlib" in bench.failure(*command, "--plot", good)
     assert not (bench.folder / "result.png.part").exists()
 
 
@@ -484,3 +486,44 @@ def test_help_names_every_command(bench: Bench) -> None:
     output = bench.output()
     for name in ("step", "train", "roofline", "compare", "info", "toy", "sweep", "ablate"):
         assert re.search(rf"^    {name} ", output, re.MULTILINE), name
+
+
+def test_version(bench: Bench) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(["--version"])
+    assert bench.output() == f"ngn_kernels {ngn_kernels.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["step", "--work", "one:8"],
+        ["train", "--mod", "mlp"],
+        ["roofline", "--sec", "1"],
+        ["ranks", "--rank", "1"],
+        ["compare", "--thr", "1", "a.json", "b.json"],
+        ["info", "--dev", "cpu"],
+        ["toy", "--data", "."],
+        ["sweep", "--opt", "sgdm"],
+        ["ablate", "--seed", "1", "--betas"],
+        ["summary", "--rec", "."],
+    ],
+    ids=lambda words: words[0],
+)
+def test_options_are_not_shortened(bench: Bench, words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(words)
+    assert f"unrecognized arguments: {words[1]}" in bench.captured().err
+
+
+def test_without_matplotlib_there_is_a_table_and_no_picture(bench: Bench) -> None:
+    only(bench.patch, "adamw:fused")
+    bench.patch.chdir(bench.folder)
+    bench.patch.setitem(sys.modules, "matplotlib", None)
+    bench.patch.setitem(sys.modules, "matplotlib.figure", None)
+    bench.patch.setattr("ngn_bench.commands.step.DEFAULT_WORKLOADS", ("many:2x4",))
+    assert run(["step", "--seconds", "0.05", "--device", "cpu"]) == 0
+    assert "wrote ngn-bench-step.json\n" in bench.output()
+    assert not (bench.folder / "ngn-bench-step.png").exists()
+    message = bench.failure("step", *TINY, "--plot", "picture.png")
+    assert "pip install 'ngn_kernels[bench]'" in message

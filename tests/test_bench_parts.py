@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -328,13 +329,13 @@ def test_device_time_has_a_column() -> None:
     assert "copy 1.0, update 2.0" in table.caption
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_rich_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -350,3 +351,57 @@ def test_rich_tables_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with report.progress_bar("measuring") as progress:
         progress(0.5, "AdamW")
     assert "measuring" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+LONG = "a reason of many words " * 4
+WIDE = report.Table(
+    "a table of many columns",
+    report.columns(
+        "optimizer", "time/step", "±", "vs AdamW", "GB/s", "of memory", "state", "checked", text=(0, -1)
+    ),
+    [
+        ["NGN-MDv1 · cpu · 8bit+bfloat16", "9.64 ms", "2.1% (n=3)", "0.43×", "14.9", "79%", "32.0 kB", LONG],
+        ["AdamW · fused", "22.2 µs", "3.3%", "1.00×", "5.0", "26%", "32.0 kB", "= for-loop in float64"],
+    ],
+    caption="what the columns are, " * 8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 80, 132, 200])
+def test_no_name_or_number_is_cut_off_on_a_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    for name, value in (("COLUMNS", str(width)), ("TERM", "xterm")):
+        monkeypatch.setenv(name, value)
+    stream = Terminal()
+    report.print_table(WIDE, stream)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert max(map(len, shown.splitlines())) <= width
+    assert "…" not in shown
+    parts = shown.count("NGN-MDv1 · cpu · 8bit+bfloat16")
+    assert parts == shown.count("AdamW · fused") == 1 + shown.count("(continued)")
+    assert (parts == 1) is (width >= 132)
+    for column in WIDE.columns[1:]:
+        assert shown.count(column.heading) == 1
+    for row in WIDE.rows:
+        assert all(cell in shown for cell in row[:-1])
+    assert " ".join(shown.split()).count("what the columns are,") == 8
+
+
+def test_cores_are_those_that_the_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert environment.available_cores() == 3
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert environment.available_cores() == 3
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert environment.available_cores() == 2
+    (tmp_path / "cpu.max").write_text("1000 100000\n")
+    assert environment.available_cores() == 1
+    monkeypatch.delattr(os, "sched_getaffinity")
+    (tmp_path / "cpu.max").unlink()
+    assert environment.available_cores() == 64

@@ -213,7 +213,7 @@ def test_every_toy_has_its_command(
     tiny["quadratic"] = {"lengths": (20,)}
     for name, options in tiny.items():
         monkeypatch.setitem(toys.TOYS, name, functools.partial(toys.TOYS[name], **options))
-    assert main(["toy", "all", "--out", str(tmp_path)]) == 0
+    assert main(["toy", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("picture: ") == len(list(tmp_path.glob("*.png"))) == 6
     for words in ("x² + x⁴: evaluations", "Rosenbrock from", "many minima: starts", "quadratic:"):

@@ -147,7 +147,7 @@ def test_a_sweep_says_how_long_it_will_take(
 
 
 def test_a_long_sweep_comes_with_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecasts.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(forecasts, "available_cores", lambda: 8)
 
     def text(one: RunSpec, seconds: float, processes: int = 2) -> str:
         return announcement(Forecast([one] * 1, {"ngn-m": seconds}, processes, Clock()), one, 1)
@@ -172,3 +172,10 @@ def test_times_for_people() -> None:
 def test_a_task_without_its_data_fails_before_any_run(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="train-images-idx3-ubyte"):
         sweep([RunSpec("mnist-mlp", "adam", 1e-3, 0)], Record(tmp_path / "r"), Machine(tmp_path))
+
+
+def test_runs_that_share_cores_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecasts, "available_cores", lambda: 2)
+    assert forecasts.crowding(1, 1) == forecasts.crowding(2, 1) == forecasts.crowding(1, 2) == 1
+    assert forecasts.crowding(6, 1) == 3
+    assert forecasts.crowding(2, 4) == 2  # one alone was measured with its threads on two cores

@@ -176,7 +176,7 @@ def common_spec(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train_missing(args: argparse.Namespace, specs: Sequence[RunSpec], folder: Path) -> list[Run]:
-    processes = args.processes or os.cpu_count() or 1
+    processes = args.processes or environment.available_cores()
     counts = (processes, args.threads, args.micro_batch, args.steps)
     if any(count is not None and count < 1 for count in counts):
         raise BenchError("--processes, --threads, --micro-batch and --steps are at least 1")

@@ -20,8 +20,15 @@ from ..pages import plots
 MAX_THREADS = 1024
 PICTURES = (".png", ".svg", ".pdf")
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 Number = TypeVar("Number", int, float)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no shortened options: `--lr` of one command is not `--lr-of-another`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
 
 def positive(kind: type[Number], largest: float = float("inf")) -> Callable[[str], Number]:

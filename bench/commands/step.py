@@ -42,7 +42,8 @@ def add(commands: shared.Commands) -> None:
         "ngnmdv1/bfloat16/exact@bfloat16 (on bfloat16 parameters), adamw, adamw:fused, sgd:fused, "
         "ngnmdv1:plain, momo, momo-adam, or the groups ngn-all, torch-all, momo-all, rivals, all; "
         "--list shows them. "
-        f"Without options, results are also written to {DEFAULT_JSON} and {DEFAULT_PLOT}.",
+        f"Without options, results are also written to {DEFAULT_JSON} and, with matplotlib, to "
+        f"{DEFAULT_PLOT}.",
     )
     parser.add_argument(
         "--workload", type=shared.names, metavar="NAMES", help="one or several, with commas"
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not (args.workload or args.shapes or args.contenders or args.preset != "default"):
         args.json = args.json or DEFAULT_JSON
-        args.plot = args.plot or DEFAULT_PLOT
+        args.plot = args.plot or (DEFAULT_PLOT if plots.has_matplotlib() else None)
     shared.check_outputs(args)
     cold = device.type == "cuda" if args.cold is None else args.cold
     settings = step.Settings(device, shared.find_dtype(args.dtype), args.seconds, cold)

@@ -186,7 +186,7 @@ def _list() -> int:
 
 def planned(command: str) -> list[RunSpec]:
     """The runs that a command `ngn-bench sweep …` does."""
-    parser = argparse.ArgumentParser(prog="ngn-bench")
+    parser = shared.Parser(prog="ngn-bench")
     add(parser.add_subparsers(required=True))
     args = parser.parse_args(shlex.split(command)[1:])
     names = [optimizers.find(name).name for name in swept(args).split(",")]

@@ -15,10 +15,13 @@ def add(commands: shared.Commands) -> None:
     parser = commands.add_parser(
         "toy",
         help="the paper's toy problems, with their figures",
-        description="Run one of the paper's toy problems: print its table, draw its figure.",
+        description="Run the paper's toy problems, or one of them: print its table, draw its figure.",
     )
     parser.add_argument(
-        "name", help="diabetes, rosenbrock, x2x4, many-minima, quadratic, or all of them: all"
+        "name",
+        nargs="?",
+        default="all",
+        help="diabetes, rosenbrock, x2x4, many-minima, quadratic, or all of them: all (default)",
     )
     lab.add_places(parser)
     parser.set_defaults(func=run)

@@ -269,7 +269,7 @@ def short(dtype: torch.dtype) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ngn_bench.gpu.triton_report", description=__doc__
+        allow_abbrev=False, prog="python -m ngn_bench.gpu.triton_report", description=__doc__
     )
     parser.add_argument(
         "--target",

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import BenchError
+from ..errors import BenchError, missing_package
 
 
 class Images(NamedTuple):
@@ -60,7 +60,7 @@ def optional(module: str, package: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise BenchError(f"{what} needs {package}: pip install {package}") from error
+        raise missing_package(what, package) from error
 
 
 def _require(condition: bool, path: Path, what: str) -> None:

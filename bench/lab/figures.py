@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import BenchError
+from ..errors import missing_package
 from ..pages.plots import SOURCE_KEY
 from . import optimizers
 from .results import Results
@@ -81,7 +81,7 @@ def pyplot() -> ModuleType:
     try:
         import matplotlib
     except ImportError as error:
-        raise BenchError("pictures need matplotlib: pip install matplotlib") from error
+        raise missing_package("a picture", "matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..environment import available_cores
 from . import optimizers, train
 from .tasks import Scale
 from .train import Machine, Run, RunSpec
@@ -75,7 +75,9 @@ class Forecast:
         seconds: Mapping[str, float],
         processes: int,
         clock: Callable[[], float] = time.monotonic,
+        crowding: float = 1.0,
     ) -> None:
+        self.crowding = crowding  # runs at once take so many times what one alone was measured to
         self.seconds = seconds
         self.clock = clock
         self.waiting = deque(specs)
@@ -101,7 +103,7 @@ class Forecast:
         """By how much finished runs took longer than measured."""
         whole = [(s, r) for s, r in self.finished.items() if r["status"] == "finished"]
         measured = sum(self.seconds[spec.optimizer] for spec, _ in whole)
-        return sum(run["seconds"] for _, run in whole) / measured if measured else 1.0
+        return sum(run["seconds"] for _, run in whole) / measured if measured else self.crowding
 
     def expected(self, spec: RunSpec) -> float:
         """Seconds that a run will probably take."""
@@ -128,6 +130,12 @@ class Forecast:
         return max(free, default=0.0)
 
 
+def crowding(processes: int, threads: int) -> float:
+    """By how much runs slow each other down where they share cores."""
+    cores = available_cores()
+    return max(1.0, processes * threads / cores) / max(1.0, threads / cores)
+
+
 def spoken(seconds: float) -> str:
     """45 s, 12 min, 2 h 10 min."""
     if seconds < 100:
@@ -139,7 +147,7 @@ def spoken(seconds: float) -> str:
 def announcement(forecast: Forecast, spec: RunSpec, threads: int) -> str:
     """How long it will take, and for a long sweep how to make it shorter."""
     count = len(forecast.running) + len(forecast.waiting)
-    cores = min(forecast.processes * threads, os.cpu_count() or 1)
+    cores = min(forecast.processes * threads, available_cores())
     seconds = forecast.left()
     text = f"{count} run{'s' * (count > 1)}, about {spoken(seconds)} on {cores} core{'s' * (cores > 1)}"
     if seconds <= LONG_SECONDS:

@@ -199,7 +199,9 @@ def study_table(record: Mapping[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study, print it, and write it to `--keep`."""
-    parser = argparse.ArgumentParser(prog="ngn_bench.lab.formats_study", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="ngn_bench.lab.formats_study", description=__doc__
+    )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="also write the record there")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the tensors are too small to share

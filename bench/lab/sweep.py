@@ -29,7 +29,7 @@ from typing import Any
 from ..errors import BenchError
 from ..report import progress_bar
 from . import train
-from .forecast import Forecast, Measured, announcement, measure, spoken
+from .forecast import Forecast, Measured, announcement, crowding, measure, spoken
 from .tasks import describe
 from .train import Machine, Run, RunSpec
 
@@ -184,7 +184,9 @@ def _do(
     with _workers(processes) as pool:
         measured = _measured(pool, missing, machine)
         require_one_problem(kept, (missing[0], measured.identity))
-        forecast = Forecast(missing, measured.seconds, processes)
+        forecast = Forecast(
+            missing, measured.seconds, processes, crowding=crowding(processes, machine.threads)
+        )
         if measured.identity:
             print(announcement(forecast, missing[0], machine.threads), file=sys.stderr, flush=True)
         with _progress(forecast, len(missing)) as show_finished:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contenders.registry import BASELINE, base_name, is_ngn, is_reference
 from ..environment import machine_line
-from ..errors import BenchError
+from ..errors import BenchError, missing_package
 from ..report import duration, rows_of, workload_names
 from ..timing.roofline import memory_speed
 from ..timing.step_tables import headline_rows, workload_title
@@ -30,11 +30,17 @@ RATIO_TICKS = {0.0: "0", 0.5: "½×", 1.0: "1×", 1.5: "1½×"}
 CUT = 2.0
 
 
-def require_matplotlib() -> None:
+def has_matplotlib() -> bool:
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError:
-        raise BenchError("plots need matplotlib: pip install 'ngn-kernels[bench]'") from None
+        return False
+    return True
+
+
+def require_matplotlib() -> None:
+    if not has_matplotlib():
+        raise missing_package("a picture", "matplotlib")
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -338,7 +338,9 @@ def picture_source(path: Path) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ngn_bench.pages.readme", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m ngn_bench.pages.readme", description=__doc__
+    )
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--json", type=Path, default=Path("bench/results/reference.json"))
     parser.add_argument(

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..extension import why_missing
 from ..layout import DType, Rounding
 from ..planning.plan import Memory
 from ..planning.rows import Bucket, BucketKey
 from ..rules import Rule
 from . import Unavailable, is_real_float
 
-_missing: ImportError | None = None
-try:
+if why_missing() is None:
     from .. import _cpu
-except ImportError as error:
-    _missing = error
 
 
 class CpuBackend:
@@ -101,20 +97,11 @@ def _rule_of(rule: Rule) -> _cpu.Rule:
 
 
 def load() -> CpuBackend:
-    if _missing is not None:
-        raise Unavailable(_why_missing(_missing)) from _missing
+    reason = why_missing()
+    if reason is not None:
+        raise Unavailable(reason)
     _cpu.use_team_launcher(_team_launcher())
     return CpuBackend()
-
-
-def _why_missing(error: ImportError) -> str:
-    folder = Path(__file__).parent.parent
-    if any((folder / f"_cpu{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
-        return f"the C++ extension does not load: {error}"
-    compilers = [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    if not any(shutil.which(compiler) for compiler in compilers if compiler):
-        return "the C++ extension is not built: install a C++ compiler (such as g++) and reinstall"
-    return "the C++ extension is not built: a C++ compiler is here now, reinstall ngn_kernels"
 
 
 def _team_launcher() -> int:

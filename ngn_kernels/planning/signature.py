@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ..distributed.dtensors import local, same_placement
+from ..extension import why_missing
 from ..layout import EMPTY_ADDRESS, UNUSUAL_ADDRESS, Guard
 from .state import same_order
 
-try:
+if why_missing() is None:
     from .._cpu import Signature as NativeSignature
-except ImportError:
+else:
     NativeSignature = None  # type: ignore[assignment, misc]
 
 SAME, MOVED, UNUSUAL, STALE, GROWN = Guard
