@@ -37,7 +37,7 @@ def test_a_run_moves_to_ngn_and_back(
 def test_the_first_lines() -> None:
     optimizer = run(FIRST, model=torch.nn.Linear(3, 2))["optimizer"]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
-    assert optimizer.decay_form == "adamw" and optimizer.loss_target == 0.8
+    assert optimizer.decay_form == "adamw" and optimizer.param_groups[0]["step_cap"] == 1e-2
 
 
 @pytest.mark.parametrize("name", ["fused", "foreach", "capturable", "amsgrad", "maximize"])
