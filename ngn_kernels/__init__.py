@@ -1,7 +1,8 @@
 """Drop-in PyTorch optimizers for the NGN step-size family, on fused kernels."""
 
 from . import trainers
-from .optimizer import NGNOptimizer, SkippedStepError, SkippedStepWarning
+from .messages import SkippedStepError, SkippedStepWarning
+from .optimizer import NGNOptimizer
 from .optimizers import NGN, NGND, NGNM, DecNGNMDv1, NGNMDv1, NGNMDv1W, NGNMDv2
 from .parameter_groups import groups
 from .version import __version__

@@ -1,8 +1,9 @@
 """To and from torch.optim.AdamW in the middle of a run.
 
 Both keep the same second moment v and step count t. AdamW keeps an average of gradients, and the
-optimizers here the displacement that momentum goes on with. Where rho is 1 the one follows from the
-other: with D = eps + sqrt(v / (1 - beta2^t)), m = lr * exp_avg / D, and exp_avg = m D / gamma.
+optimizers here the displacement that momentum goes on with. With D = eps + sqrt(v / (1 - beta2^t)) and
+AdamW's lr the one is taken for the other so that a run goes on in its direction and at its speed:
+m = lr exp_avg / D, and exp_avg = m D / lr.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
+
+from .formats import REMAINDER
 
 VALUES = ("lr", "betas", "eps", "weight_decay")
 STATE = {"step", "exp_avg", "exp_avg_sq"}
@@ -29,17 +32,22 @@ OWN_OPTIONS: dict[str, Any] = {
 
 
 def is_adamw_state(state_dict: Mapping[str, Any]) -> bool:
-    """Whether this looks like what Adam or AdamW saves."""
-    states = state_dict["state"].values()
-    return any("exp_avg" in values for values in states) or any(
-        "amsgrad" in group for group in state_dict["param_groups"]
-    )
+    """Whether this looks like what Adam or AdamW saves, of which alone groups have amsgrad."""
+    groups = state_dict.get("param_groups") or ()
+    return any("amsgrad" in group and "algorithm" not in group for group in groups)
 
 
-def groups_from_adamw(adamw: Optimizer) -> list[dict[str, Any]]:
-    """Its groups as an optimizer here takes them: parameters, values, and the user's own keys."""
+def groups_from_adamw(adamw: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Its groups as an optimizer here takes them: parameters, values, and the user's own keys.
+
+    Args:
+        values: in the place of those of all groups, such as lr.
+    """
     if not isinstance(adamw, (Adam, AdamW)):
-        raise TypeError(f"from_adamw takes a torch.optim.AdamW or Adam, not {type(adamw).__name__}")
+        inner = "; pass the optimizer inside, its .optimizer" if hasattr(adamw, "optimizer") else ""
+        raise TypeError(
+            f"from_adamw takes a torch.optim.AdamW or Adam, not {type(adamw).__name__}{inner}"
+        )
     groups = []
     for group in adamw.param_groups:
         _check_group(group)
@@ -51,16 +59,22 @@ def groups_from_adamw(adamw: Optimizer) -> list[dict[str, Any]]:
             if k not in OWN_OPTIONS and k not in ("params", "param_names")
         }
         named = params if names is None else list(zip(names, params, strict=True))
-        groups.append({**kept, "params": named})
+        if "lr" in values and "initial_lr" in kept:  # from which a new scheduler would begin
+            kept["initial_lr"] = values["lr"]
+        groups.append({**kept, **values, "params": named})
     return groups
 
 
 def state_from_adamw(
-    state_dict: Mapping[str, Any], current: list[dict[str, Any]], algorithm: str
+    state_dict: Mapping[str, Any], current: list[dict[str, Any]], exact: bool
 ) -> dict[str, Any]:
-    """What AdamW saved as a checkpoint of this algorithm, for an optimizer with these groups."""
+    """What AdamW saved as a checkpoint of an optimizer with these groups, which keep their values.
+
+    Args:
+        exact: whether bfloat16 parameters keep their remainders, which AdamW has not.
+    """
     if not is_adamw_state(state_dict):
-        raise ValueError("this is no state_dict of an AdamW: it has neither exp_avg nor amsgrad")
+        raise ValueError("this is no state_dict of an AdamW: its groups have no amsgrad")
     if len(state_dict["param_groups"]) != len(current):
         raise ValueError(
             f"AdamW's state has {len(state_dict['param_groups'])} parameter groups and the optimizer "
@@ -69,33 +83,36 @@ def state_from_adamw(
     groups, state = [], {}
     for saved, ours in zip(state_dict["param_groups"], current, strict=True):
         _check_group(saved)
-        kept = {k: v for k, v in saved.items() if k not in OWN_OPTIONS}
-        groups.append({**kept, "algorithm": algorithm, "step_cap": ours["step_cap"]})
+        kept = {k: v for k, v in ours.items() if k != "param_names"}
+        groups.append({**kept, "params": saved["params"]})
         for index in saved["params"]:
-            if state_dict["state"].get(index):
-                state[index] = _converted(state_dict["state"][index], saved)
+            values = state_dict["state"].get(index)
+            if values and float(values["step"]) > 0:
+                state[index] = _converted(values, saved, exact)
     return {"state": state, "param_groups": groups}
 
 
-def state_for_adamw(saved: Mapping[str, Any], step_sizes: list[float]) -> dict[str, Any]:
-    """A checkpoint of an optimizer here as AdamW loads it; `step_sizes` are gamma of each group."""
+def state_for_adamw(saved: Mapping[str, Any], lrs: list[float]) -> dict[str, Any]:
+    """A checkpoint of an optimizer here as an AdamW with these lrs loads it."""
     groups, state = [], {}
-    for group, gamma in zip(saved["param_groups"], step_sizes, strict=True):
+    for group, lr in zip(saved["param_groups"], lrs, strict=True):
         kept = {k: v for k, v in group.items() if k not in ("algorithm", "step_cap", "ngn")}
-        groups.append({**kept, **OWN_OPTIONS})
+        if "initial_lr" in kept and lr != group["lr"]:
+            kept["initial_lr"] = lr
+        groups.append({**kept, "lr": lr, **OWN_OPTIONS})
         for index in group["params"]:
             values = saved["state"].get(index)
-            if values:
-                v, m = values["exp_avg_sq"], values.get("momentum_buffer")
-                d = preconditioner(v, values["step"], group)
-                average = torch.zeros_like(v)
-                if m is not None and gamma > 0:
-                    average = _scaled(m, d / gamma)
-                state[index] = {
-                    "step": values["step"].clone(),
-                    "exp_avg": average,
-                    "exp_avg_sq": v.clone(),
-                }
+            if not values or float(values["step"]) == 0:
+                continue
+            v, m = values["exp_avg_sq"], values.get("momentum_buffer")
+            average = torch.zeros_like(v)
+            if m is not None and lr > 0:
+                average = _scaled(m, preconditioner(v, values["step"], group) / lr)
+            state[index] = {
+                "step": values["step"].clone(),
+                "exp_avg": average,
+                "exp_avg_sq": v.clone(),
+            }
     return {"state": state, "param_groups": groups}
 
 
@@ -105,17 +122,20 @@ def preconditioner(v: Tensor, step: Any, group: Mapping[str, Any]) -> Tensor:
     return group["eps"] + (_real(v) / bias).sqrt()
 
 
-def _converted(values: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    if not set(values) >= STATE:
+def _converted(values: Mapping[str, Any], group: Mapping[str, Any], exact: bool) -> dict[str, Any]:
+    if set(values) != STATE:
         raise ValueError(f"AdamW's state has {sorted(values)} where it keeps {sorted(STATE)}")
     v, average = (_wide(values[key]) for key in ("exp_avg_sq", "exp_avg"))
     step = torch.as_tensor(values["step"], dtype=torch.float32).clone()
     d = preconditioner(v, step, group)
-    return {
+    state = {
         "step": step,
         "exp_avg_sq": v.clone(),
         "momentum_buffer": _scaled(average, float(group["lr"]) / d),
     }
+    if exact and values["exp_avg"].dtype == torch.bfloat16:
+        state[REMAINDER] = torch.zeros_like(values["exp_avg"], dtype=torch.int16)
+    return state
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

@@ -82,7 +82,7 @@ def load(
         if "param_names" in ours:
             theirs.setdefault("param_names", ours["param_names"])
         for name, value in defaults.items():  # a value that an older file lacks
-            theirs.setdefault(name, value)
+            theirs.setdefault(name, ours.get(name, value))
         theirs[SAVED] = None
     return Loaded(state, groups, options)
 

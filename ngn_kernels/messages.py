@@ -9,6 +9,14 @@ from types import FrameType
 INSIDE = ("ngn_kernels", "torch")
 
 
+class SkippedStepWarning(RuntimeWarning):
+    """A step, or some of its elements, left everything as it was."""
+
+
+class SkippedStepError(RuntimeError):
+    """The same, where ``on_skip`` or ``max_skipped_steps`` says that it is an error."""
+
+
 def is_called_by(function: str) -> bool:
     """Whether a function of this qualified name is on the stack."""
     frame: FrameType | None = sys._getframe(1)

@@ -22,7 +22,13 @@ from .formats import Storage
 from .hooks import entrance
 from .layout import Count, Reason, Size
 from .loss import PendingLoss, has_gradients, read_weight, whole_loss
-from .messages import FOREIGN_OPTIONS, is_called_by, warn
+from .messages import (
+    FOREIGN_OPTIONS,
+    SkippedStepError,
+    SkippedStepWarning,
+    is_called_by,
+    warn,
+)
 from .options import (
     PER_OPTIMIZER,
     SAVED_OPTIONS,
@@ -35,6 +41,14 @@ from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misp
 from .planning.rows import Participant
 from .planning.tables import DeviceTables, GroupValues, Skips, StepOptions
 from .rules import RULES, Rule, rule_of
+
+# Attributes that an older pickle lacks, with what they were then.
+NEWER = {
+    "_loss_target": 0.0,
+    "_decay_form": "paper",
+    "_on_skip": "warn",
+    "_max_skipped_steps": None,
+}
 
 Returned = TypeVar("Returned")
 
@@ -53,14 +67,6 @@ WARNINGS = {
 }
 
 OR_A_RANK = "(or, on GPUs, a rank raised an error or the ranks disagree on what they do)"
-
-
-class SkippedStepWarning(RuntimeWarning):
-    """A step, or some of its elements, left everything as it was."""
-
-
-class SkippedStepError(RuntimeError):
-    """The same, where ``on_skip`` or ``max_skipped_steps`` says that it is an error."""
 
 
 class NGNOptimizer(Optimizer):
@@ -199,6 +205,7 @@ class NGNOptimizer(Optimizer):
         if value not in ("warn", "raise", "ignore"):
             raise ValueError(f'on_skip={value!r}: must be "warn", "raise" or "ignore"')
         self._on_skip = value
+        self._overdue = None
 
     @property
     def max_skipped_steps(self) -> int | None:
@@ -295,7 +302,7 @@ class NGNOptimizer(Optimizer):
             if isinstance(betas, list):  # which may have been changed in place
                 betas = tuple(betas)
             others = group.get("momentum"), group.get("beta2"), group.get("eps")
-            values = group["weight_decay"], group["step_cap"]
+            values = group["weight_decay"], group.get("step_cap")
             seen.append((lr, betas, others, values, len(group)))
         if seen != self._checked:
             for group in self.param_groups:
@@ -308,7 +315,7 @@ class NGNOptimizer(Optimizer):
                     *_betas(group),
                     group.get("eps", 1.0),
                     group["weight_decay"],
-                    group["step_cap"] or 0.0,
+                    group.get("step_cap") or 0.0,
                 )
                 for values, group in zip(seen, self.param_groups, strict=True)
             ]
@@ -399,9 +406,9 @@ class NGNOptimizer(Optimizer):
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
             exchange = self._exchange()
             try:
+                given, value = self._pending.of_step(closure, loss, self.param_groups)
                 if self._overdue is not None:
                     self._raise_overdue()
-                given, value = self._pending.of_step(closure, loss, self.param_groups)
                 plan = self._prepare(value, exchange, closure is not None)
                 if plan is None or not add_up(plan, exchange, value is not None):
                     return given
@@ -448,6 +455,7 @@ class NGNOptimizer(Optimizer):
         draft = self._draft(known) if plan is None else None
         # Every collective of this rank's tensors comes after this, and what can be refused before.
         if isinstance(exchange, Exchange):
+            self._check_skip_options(exchange)
             agreement = self._agreement(plan, values, device_lrs)
             unready = is_sharded(loss) or misplaced(plan, draft)
             exchange.meet(agreement, has_gradients(self.param_groups), unready)
@@ -535,6 +543,16 @@ class NGNOptimizer(Optimizer):
         if exchange is ALONE:
             raise error
         self._overdue = error
+
+    def _check_skip_options(self, exchange: Exchange) -> None:
+        """Hosts of several GPUs learn of a skipped step at different times, and cannot raise together."""
+        raises = self._on_skip == "raise" or self._max_skipped_steps is not None
+        if raises and exchange.home.type != "cpu":
+            raise ValueError(
+                'on_skip="raise" and max_skipped_steps are not for several ranks on GPUs, which would '
+                "raise at different steps and wait for each other: read optimizer.skipped_steps "
+                "every few hundred steps, on all ranks alike"
+            )
 
     def _raise_overdue(self) -> NoReturn:
         error, self._overdue = self._overdue, None
@@ -670,7 +688,6 @@ class NGNOptimizer(Optimizer):
             "_decay_form": self._decay_form,
             "_on_skip": self._on_skip,
             "_max_skipped_steps": self._max_skipped_steps,
-            "_own_rule": self._own_rule,
             "_backend": self._backend,
             "_ranks": self._ranks,
             "_storage": self._storage,
@@ -682,6 +699,9 @@ class NGNOptimizer(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch's; groups would take it over
         if "_backend" in state:  # unpickled or copied, not merely loaded
+            for name, value in NEWER.items():
+                self.__dict__.setdefault(name, value)
+            self._own_rule = rule_of(self.defaults["algorithm"], self._decay_form)
             self._forget()
             self._pending.backwards.watch(self.param_groups)
         self._plan = None
@@ -731,11 +751,14 @@ class NGNOptimizer(Optimizer):
             saved = loaded.options.get(name, mine)
             if saved != mine:
                 warn(
-                    f"the loaded run had {name}={saved}, and this {type(self).__name__} goes on with "
-                    f"{name}={mine}: write optimizer.{name} = {saved} to keep the former",
+                    f"the loaded run had {name}={saved!r}, and this {type(self).__name__} goes on with "
+                    f"{name}={mine!r}: write optimizer.{name} = {saved!r} to keep the former",
                     UserWarning,
                 )
         self.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
+        self._overdue = None
+        for tables in self._tables.values():
+            tables.report.end_row_of_skips()
         if "skipped_steps" in loaded.options:
             self._skipped_before += loaded.options["skipped_steps"] - int(self.skipped_steps)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .adamw import groups_from_adamw, state_for_adamw, state_from_adamw
+from .adamw import VALUES, groups_from_adamw, state_for_adamw, state_from_adamw
 from .optimizer import NGNOptimizer
 from .rules import RULES
 
@@ -233,51 +233,51 @@ class _MomentumAndRms(NGNOptimizer):
     algorithm: str
 
     @classmethod
-    def from_adamw(
-        cls, adamw: Optimizer, *, lr: float | Tensor | None = None, **options: Any
-    ) -> Self:
+    def from_adamw(cls, adamw: Optimizer, **options: Any) -> Self:
         """Go on where a ``torch.optim.AdamW`` is, with the same parameters.
 
         Groups keep their lr, betas, eps, weight decay and own keys; state is taken over as
-        ``load_adamw_state_dict`` does it. Weight decay acts as before (``decay_form="adamw"``),
-        unless the options say otherwise; NGNMDv1W has a form of its own.
+        ``load_adamw_state_dict`` does it. Weight decay stays outside of the momentum
+        (``decay_form="adamw"``), unless the options say otherwise; NGNMDv1W has a form of its own.
 
         Args:
             adamw: the optimizer so far.
-            lr: for all groups, in place of theirs.
-            options: of this optimizer, such as ``loss_target``.
+            options: of this optimizer, such as ``loss_target``. An ``lr``, ``betas``, ``eps`` or
+                ``weight_decay`` among them is for all groups, in the place of AdamW's.
         """
         if not RULES[cls.algorithm].regularised:
             options.setdefault("decay_form", "adamw")
-        optimizer = cls(groups_from_adamw(adamw), **options)
+        values = {name: options[name] for name in VALUES if name in options}
+        groups = groups_from_adamw(adamw, values)
+        defaults = {name: adamw.defaults[name] for name in VALUES}
+        optimizer = cls(groups, **{**defaults, **options})
         if adamw.state:
             optimizer.load_adamw_state_dict(adamw.state_dict())
-        if lr is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
         return optimizer
 
     def load_adamw_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what a ``torch.optim.AdamW`` with the same groups saved.
+        """Take over the state that a ``torch.optim.AdamW`` with the same groups saved.
 
         The second moment and the step count are the same here. The momentum becomes the
-        displacement that AdamW would have gone on with, lr exp_avg / D: the next step goes on in the
-        direction of the last one. Groups take AdamW's lr, betas, eps and weight decay.
+        displacement that AdamW would have gone on with, lr exp_avg / D. This optimizer keeps the
+        values of its groups, such as lr and weight decay.
         """
-        converted = state_from_adamw(state_dict, self.param_groups, self.defaults["algorithm"])
-        self.load_state_dict(converted)
+        exact = self._storage.rounding == "exact"
+        self.load_state_dict(state_from_adamw(state_dict, self.param_groups, exact))
 
-    def adamw_state_dict(self) -> dict[str, Any]:
+    def adamw_state_dict(self, lr: float | None = None) -> dict[str, Any]:
         """A ``state_dict`` that a ``torch.optim.AdamW`` with the same groups loads.
 
-        The way back of ``load_adamw_state_dict``: exp_avg = m D / gamma, with gamma of the last step,
-        or lr where there was none. With ``decay_form="paper"`` the momentum has decay in it, which
-        AdamW then takes for gradients until it has forgotten it.
+        The way back of ``load_adamw_state_dict``: exp_avg = m D / lr, with which AdamW goes on at the
+        speed of this run. With ``decay_form="paper"`` the momentum has decay in it, which AdamW
+        takes for gradients until it has forgotten it.
+
+        Args:
+            lr: AdamW's, in all groups; by default that of each group, which AdamW then has to use.
         """
-        lrs = [float(group["lr"]) for group in self.param_groups]
-        sizes = [float(size) for size in self.step_sizes() or lrs]
-        gammas = [size if size > 0 else lr for size, lr in zip(sizes, lrs, strict=True)]
-        return state_for_adamw(self.state_dict(), gammas)
+        saved = self.state_dict()
+        lrs = [float(group["lr"] if lr is None else lr) for group in saved["param_groups"]]
+        return state_for_adamw(saved, lrs)
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     if "eps" in group:
         require("eps", group["eps"], "in (0, inf)", lambda v: 0 < v < math.inf)
     require("weight_decay", group["weight_decay"], "in [0, inf)", lambda v: 0 <= v < math.inf)
-    if group["step_cap"] is not None:
+    if group.get("step_cap") is not None:
         require("step_cap", group["step_cap"], "None or in (0, inf)", lambda v: 0 < v < math.inf)
 
 

@@ -103,7 +103,7 @@ def test_a_run_goes_on_as_it_was(backend: str) -> None:
     for p, q in zip(params, twins, strict=True):
         assert torch.allclose(p, q, rtol=1e-9, atol=1e-12)
     back = AdamW(params, lr=1.0)
-    back.load_state_dict(ours.adamw_state_dict())
+    back.load_state_dict(ours.adamw_state_dict(lr=1e-3))
     for _ in range(50):
         step(back, params)
         step(optimizers[1], twins)
@@ -131,18 +131,18 @@ def test_there_and_back(cls: Any, state: str, backend: str) -> None:
 
 
 def test_a_state_dict_is_taken_over_by_name(backend: str) -> None:
+    """The state; the values of the groups stay."""
     adamw = trained_adamw()
     saved = adamw.state_dict()
     params = params_of(adamw)
-    optimizer = NGNMDv1(
-        [{"params": params[:2]}, {"params": params[2:]}], backend=backend, step_cap=2.0
-    )
+    groups = [{"params": params[:2], "lr": 0.5}, {"params": params[2:], "weight_decay": 0.2}]
+    optimizer = NGNMDv1(groups, backend=backend, lr=1.0, step_cap=2.0)
     with pytest.raises(ValueError, match=r"AdamW's: write optimizer.load_adamw_state_dict"):
         optimizer.load_state_dict(saved)
     assert not optimizer.state
+    before = [{**g, "params": None} for g in optimizer.param_groups]
     optimizer.load_adamw_state_dict(saved)
-    assert [g["lr"] for g in optimizer.param_groups] == [1e-2, 3e-3]
-    assert [g["step_cap"] for g in optimizer.param_groups] == [2.0, 2.0]
+    assert [{**g, "params": None} for g in optimizer.param_groups] == before
     assert bits(optimizer.state[params[0]]["exp_avg_sq"]) == bits(
         adamw.state[params[0]]["exp_avg_sq"]
     )
@@ -150,6 +150,93 @@ def test_a_state_dict_is_taken_over_by_name(backend: str) -> None:
         optimizer.load_adamw_state_dict(AdamW(new_params()).state_dict())
     with pytest.raises(ValueError, match="no state_dict of an AdamW"):
         optimizer.load_adamw_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="no state_dict of an AdamW"):
+        optimizer.load_adamw_state_dict({"flattened": 1})
+
+
+@pytest.mark.parametrize("other", [torch.optim.RAdam, torch.optim.NAdam])
+def test_relatives_of_adam_are_refused(other: Any) -> None:
+    optimizer = other(new_params())
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step()
+    with pytest.raises(ValueError, match="no state_dict of an AdamW"):
+        NGNMDv1(new_params()).load_adamw_state_dict(optimizer.state_dict())
+
+
+def test_a_key_of_the_users_own_makes_no_adamw() -> None:
+    optimizer = NGNMDv1(new_params())
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    optimizer.state[params_of(optimizer)[0]]["exp_avg"] = torch.ones(2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[params_of(optimizer)[0]]["exp_avg"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("losses", [(1.0, 1e-8), (1e-8, 1.0), (1.0, 0.0)], ids=str)
+def test_adamw_goes_on_at_the_speed_of_the_run(losses: tuple[float, float], backend: str) -> None:
+    """However the step size has changed: its first displacement is that of the momentum."""
+    (p,) = params = [Parameter(torch.ones(3, dtype=torch.float64))]
+    optimizer = NGNMDv1(params, lr=1.0, loss_target=0.5, backend=backend)
+    for k in range(50):
+        p.grad = torch.ones_like(p)
+        optimizer.step(loss=losses[k == 49])
+    loaded = copy.deepcopy(optimizer)
+    loaded.load_state_dict(optimizer.state_dict())
+    m = optimizer.state[p]["momentum_buffer"].clone()
+    for source in (optimizer, loaded):
+        adamw = AdamW(params, lr=1.0, betas=(0.9, 0.999), weight_decay=0.0)
+        adamw.load_state_dict(source.adamw_state_dict(lr=1e-3))
+        assert adamw.param_groups[0]["lr"] == 1e-3
+        before = p.detach().clone()
+        p.grad = torch.zeros_like(p)
+        adamw.step()
+        assert torch.allclose(before - p, 0.9 * m, rtol=0.02)
+        p.data.copy_(before)
+
+
+def test_a_first_step_that_was_skipped_leaves_no_state_behind() -> None:
+    params = new_params()
+    optimizer = NGNMDv1(params, on_skip="ignore")
+    for p in params:
+        p.grad = torch.full_like(p, BAD)
+    optimizer.step(loss=1.0)
+    assert optimizer.adamw_state_dict()["state"] == {}
+    saved = trained_adamw(1).state_dict()
+    for values in saved["state"].values():
+        values["step"].zero_()
+    optimizer = NGNMDv1.from_adamw(trained_adamw(0))
+    optimizer.load_adamw_state_dict(saved)
+    assert not optimizer.state
+
+
+def test_a_new_lr_is_that_of_new_schedules_too() -> None:
+    adamw = trained_adamw()
+    torch.optim.lr_scheduler.LambdaLR(adamw, lambda k: 0.5)
+    optimizer = NGNMDv1.from_adamw(adamw, lr=1.0)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5, last_epoch=0)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_values_of_the_groups_may_be_given() -> None:
+    values = {"lr": 0.7, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.0}
+    optimizer = NGNMDv1.from_adamw(trained_adamw(weight_decay=0.4), **values)
+    for group in optimizer.param_groups:
+        assert {name: group[name] for name in values} == values
+    with pytest.raises(ValueError, match="lr=-1"):
+        NGNMDv1.from_adamw(trained_adamw(), lr=-1.0)
+    optimizer = NGNMDv1.from_adamw(trained_adamw(weight_decay=0.4, lr=0.2))
+    optimizer.add_param_group({"params": [("late", Parameter(torch.ones(2)))]})
+    assert optimizer.param_groups[-1]["weight_decay"] == 0.4
+    assert optimizer.param_groups[-1]["lr"] == 0.2
+
+
+def test_exact_rounding_begins_without_remainders() -> None:
+    adamw = trained_adamw(dtype=torch.bfloat16)
+    optimizer = NGNMDv1.from_adamw(adamw, rounding="exact")
+    (p, *_) = params_of(optimizer)
+    assert not optimizer.state[p]["remainder"].any()
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
 
 
 @pytest.mark.parametrize("cls", [NGN, NGNM, NGND])

@@ -213,5 +213,7 @@ def test_checkpoints(backend: str) -> None:
     assert loaded.param_groups[0]["step_cap"] == 4.0 and loaded.loss_target == 0.5
     for group in saved["param_groups"]:  # of a version without them
         del group["step_cap"], group["ngn"]["loss_target"]
-    loaded.load_state_dict(saved)
-    assert loaded.param_groups[0]["step_cap"] is None
+    for cap in (None, 2.0):
+        loaded.param_groups[0]["step_cap"] = cap
+        loaded.load_state_dict(saved)
+        assert loaded.param_groups[0]["step_cap"] == cap

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..formats import Storage
 from ..layout import Input
+from ..messages import SkippedStepError
 from ..planning.plan import Plan, copy_to
 from ..planning.tables import GroupValues, array_of, float_type
 from ..planning.transfer import is_capturing
@@ -49,7 +50,8 @@ class Status(IntEnum):
 
 SUMS = slice(Message.WEIGHTED, Message.NORM + 1)  # in the order of Sum
 
-ERRORS = {kind.__name__: kind for kind in (TypeError, ValueError, NotImplementedError)}
+KINDS = (TypeError, ValueError, NotImplementedError, SkippedStepError)
+ERRORS = {kind.__name__: kind for kind in KINDS}
 
 
 class Agreement:

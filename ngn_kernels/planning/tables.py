@@ -177,6 +177,10 @@ class Report:
         self._steps_arriving, self._steps = self._steps, 0
         return skips
 
+    def end_row_of_skips(self) -> None:
+        """What comes is not of the run that was."""
+        self._in_a_row = 0
+
     def _read_counts(self, counts: memoryview | list[int], steps: int) -> Skips | None:
         """Of counts as they were this many steps after those before."""
         skipped = counts[Count.SKIPPED] - self._seen
@@ -186,8 +190,8 @@ class Report:
             return None
         self._seen += skipped
         if (
-            skipped >= steps
-        ):  # more where a captured step was replayed, which the host does not count
+            skipped == steps
+        ):  # more where a captured step was replayed, and nobody knows their order
             self._in_a_row += steps
         return Skips(Reason(counts[Count.LAST_REASON]), self._in_a_row)
 
