@@ -87,7 +87,7 @@ class Telemetry(NamedTuple):
 
     sizes: Tensor
     reason: Tensor
-    skipped: Tensor  # room for a number
+    skipped: Tensor  # of one element
 
 
 def telemetry(

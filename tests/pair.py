@@ -49,11 +49,11 @@ TOLERANCES = {
 class FormatError(NamedTuple):
     """What storing a number of the state may change in it.
 
-    `own`: relative to the number. `quantum`: relative to the largest of those that share a scale.
+    `own`: relative to the number. `block`: relative to the largest of its block.
     """
 
     own: float
-    quantum: float
+    block: float
 
 
 FORMAT_ERRORS = {
@@ -77,12 +77,12 @@ def format_error(key: str, stored: Tensor, expected: Array) -> Array | float:
     largest = (
         blocks_of(flat).amax(1, keepdim=True).expand(-1, QUANT_BLOCK).reshape(-1)[: flat.numel()]
     )
-    flat.copy_(error.own * flat + error.quantum * largest)
+    flat.copy_(error.own * flat + error.block * largest)
     return real64(sizes)
 
 
 def numbers_in(optimizer: Any, p: Tensor) -> dict[str, Any]:
-    """A parameter's state with its codes decoded."""
+    """A parameter's state with its quantised values decoded."""
     return plain_state(optimizer.state.get(p, {}))
 
 

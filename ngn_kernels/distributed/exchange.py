@@ -269,8 +269,8 @@ class Exchange:
         own, scalars, sent = home.own_array, home.array, self._message
         # Hosts of GPUs read the first message where the number of messages is new: unless all ranks
         # agree on it, some would wait for ever.
-        news = index == 0 and count != self._rounds and not is_capturing(self.home)
-        reads, self._rounds = on_host(sent) or news, count
+        changed = index == 0 and count != self._rounds and not is_capturing(self.home)
+        reads, self._rounds = on_host(sent) or changed, count
         sent[:] = 0.0
         sent[Message.LOSS] = own[Input.LOSS]
         sent[Message.WEIGHT] = float(has_loss)
