@@ -6,9 +6,10 @@ CREATED := $(VENV)/.created
 BUILT := $(VENV)/.built
 TRAINERS := .venv-trainers
 RIVALS := .venv-rivals
+DOCS := .venv-docs
 SOURCES := $(wildcard csrc/*.py csrc/*/*) ngn_kernels/layout.py CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 package clean
+.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 package notebook site clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
@@ -30,6 +31,8 @@ help:
 	@echo "make mutants      small mutations of the code, each of which a test must notice"
 	@echo "make soak         a million random steps of optimizers that are handled roughly"
 	@echo "make aarch64      the C++ engine's baseline, cross-compiled and run under an emulator"
+	@echo "make notebook     runs examples/tour.ipynb and makes a page of it"
+	@echo "make site         the site of README, docs/, the notebook and the docstrings, in build/site"
 	@echo "make package      sdist and wheel, each installed and tried in a fresh environment"
 
 COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_races.py tests/test_triton_formats.py \
@@ -122,6 +125,14 @@ aarch64:
 package: $(BUILT)
 	BIN=$(abspath $(BIN)) sh tests/package.sh
 
+notebook: build/notebook/examples/tour.md
+
+build/notebook/examples/tour.md: examples/tour.ipynb $(wildcard ngn_kernels/*.py) $(DOCS)/.built
+	$(DOCS)/bin/python -m nbconvert --to markdown --execute --log-level ERROR --output-dir $(@D) $<
+
+site: notebook
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+
 # torch first and by its pin: whatever comes after finds it there.
 $(CREATED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -144,4 +155,4 @@ $(BUILT): $(CREATED) $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(RIVALS) build dist *.egg-info ngn_kernels/*.so
+	rm -rf $(VENV) $(TRAINERS) $(RIVALS) $(DOCS) build dist *.egg-info ngn_kernels/*.so

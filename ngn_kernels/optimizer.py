@@ -81,7 +81,7 @@ class NGNOptimizer(Optimizer):
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
         decay_form: "paper": lr weight_decay x, which enters the momentum; "adamw": the step size times
             weight_decay x, taken off the parameter beside the momentum as AdamW does.
-        on_skip: what a skipped step does: "warn", "raise" a :class:`SkippedStepError`, or "ignore". An
+        on_skip: what a skipped step does: "warn", "raise" a ``SkippedStepError``, or "ignore". An
             overflow under AMP, by which a GradScaler finds its scale, is no reason to raise.
         max_skipped_steps: raise after this many skipped steps in a row, whatever ``on_skip`` says.
         backend: "auto", "triton", "cpu" or "reference".
