@@ -19,7 +19,7 @@ help:
 	@echo "make test-triton  the GPU kernels in Triton's interpreter (minutes)"
 	@echo "make test-ptx     the GPU kernels compiled for every target, and run in a simulator (minutes)"
 	@echo "make test-gpu     the GPU kernels on a GPU"
-	@echo "make test-trainers HF Trainer, Accelerate, TRL, Lightning and Ignite (2 minutes)"
+	@echo "make test-trainers HF Trainer, Accelerate, TRL, Lightning, Ignite; timm, LitGPT, torchtitan (2 minutes)"
 	@echo "make examples     the scripts of examples/ in a short setting (1 minute)"
 	@echo "make lint types   ruff and mypy"
 	@echo "make bench-suite  the pytest-benchmark suite"
@@ -39,7 +39,7 @@ COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_races.
 	tests/test_triton_compiled.py tests/test_triton_compiled_mixed.py
 
 test: $(BUILT)
-	$(BIN)/python -m pytest -q tests $(addprefix --ignore ,$(COMPILED) tests/ranks tests/trainers tests/examples)
+	$(BIN)/python -m pytest -q tests $(addprefix --ignore ,$(COMPILED) tests/ranks tests/trainers tests/integrations tests/examples)
 
 # The form of the signature that older torch takes, over the files that know how plans go stale.
 test-python: $(BUILT)
@@ -68,8 +68,9 @@ test-triton: $(BUILT)
 test-gpu: $(BUILT)
 	$(BIN)/python -m pytest -q tests/test_gpu.py
 
-test-trainers: $(TRAINERS)/.built
+test-trainers: $(TRAINERS)/.named
 	$(TRAINERS)/bin/python -m pytest -q tests/trainers
+	$(TRAINERS)/bin/python -m pytest -q tests/integrations
 
 examples: $(TRAINERS)/.built
 	$(TRAINERS)/bin/python -m pytest -q tests/examples
@@ -152,6 +153,10 @@ $(BUILT): $(CREATED) $(SOURCES)
 		>"$$(.venv-$*/bin/python -c \
 		"import sysconfig; print(sysconfig.get_paths()['purelib'])")/beside.pth"
 	.venv-$*/bin/pip install --quiet -c constraints.txt 'ngn_kernels[$*]'
+	touch $@
+
+$(TRAINERS)/.named: $(TRAINERS)/.built tests/integrations/packages.txt
+	$(TRAINERS)/bin/pip install --quiet --no-deps -r tests/integrations/packages.txt
 	touch $@
 
 clean:

@@ -19,8 +19,8 @@ NOTEBOOK = ROOT / "build" / "notebook"
 COMMANDS = """\
 # Commands
 
-`python -m ngn_kernels` prints versions, the machine, and which backends run here or why they do not: what a bug report
-needs. `ngn-bench` measures and experiments; [its page](../../bench/README.md) says how it measures, and
+`python -m ngn_kernels` prints versions, the machine, and which backends run here or why they do
+not: what a bug report needs. `ngn-bench` measures and experiments; [its page](../../bench/README.md) says how it measures, and
 [the lab](../lab.md) how to try a task of your own.
 """
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
