@@ -132,7 +132,7 @@ build/notebook/examples/tour.md: examples/tour.ipynb $(wildcard ngn_kernels/*.py
 	$(DOCS)/bin/python -m nbconvert --to markdown --execute --log-level ERROR --output-dir $(@D) $<
 
 site: notebook
-	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 # torch first and by its pin: whatever comes after finds it there.
 $(CREATED): constraints.txt

@@ -20,8 +20,8 @@ COMMANDS = """\
 # Commands
 
 `python -m ngn_kernels` prints versions, the machine, and which backends run here or why they do
-not: what a bug report needs. `ngn-bench` measures and experiments; [its page](../../bench/README.md) says how it measures, and
-[the lab](../lab.md) how to try a task of your own.
+not: what a bug report needs. `ngn-bench` measures and experiments; [its page](../../bench/README.md)
+says how it measures, and [the lab](../lab.md) how to try a task of your own.
 """
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 
