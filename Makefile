@@ -6,9 +6,10 @@ CREATED := $(VENV)/.created
 BUILT := $(VENV)/.built
 TRAINERS := .venv-trainers
 RIVALS := .venv-rivals
+DOCS := .venv-docs
 SOURCES := $(wildcard csrc/*.py csrc/*/*) ngn_kernels/layout.py CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 package clean
+.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 package notebook site clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
@@ -18,7 +19,7 @@ help:
 	@echo "make test-triton  the GPU kernels in Triton's interpreter (minutes)"
 	@echo "make test-ptx     the GPU kernels compiled for every target, and run in a simulator (minutes)"
 	@echo "make test-gpu     the GPU kernels on a GPU"
-	@echo "make test-trainers HF Trainer, Accelerate, TRL, Lightning and Ignite (2 minutes)"
+	@echo "make test-trainers HF Trainer, Accelerate, TRL, Lightning, Ignite; timm, LitGPT, torchtitan (2 minutes)"
 	@echo "make examples     the scripts of examples/ in a short setting (1 minute)"
 	@echo "make lint types   ruff and mypy"
 	@echo "make bench-suite  the pytest-benchmark suite"
@@ -30,13 +31,15 @@ help:
 	@echo "make mutants      small mutations of the code, each of which a test must notice"
 	@echo "make soak         a million random steps of optimizers that are handled roughly"
 	@echo "make aarch64      the C++ engine's baseline, cross-compiled and run under an emulator"
+	@echo "make notebook     runs examples/tour.ipynb and makes a page of it"
+	@echo "make site         the site of README, docs/, the notebook and the docstrings, in build/site"
 	@echo "make package      sdist and wheel, each installed and tried in a fresh environment"
 
 COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_races.py tests/test_triton_formats.py \
 	tests/test_triton_compiled.py tests/test_triton_compiled_mixed.py
 
 test: $(BUILT)
-	$(BIN)/python -m pytest -q tests $(addprefix --ignore ,$(COMPILED) tests/ranks tests/trainers tests/examples)
+	$(BIN)/python -m pytest -q tests $(addprefix --ignore ,$(COMPILED) tests/ranks tests/trainers tests/integrations tests/examples)
 
 # The form of the signature that older torch takes, over the files that know how plans go stale.
 test-python: $(BUILT)
@@ -65,8 +68,9 @@ test-triton: $(BUILT)
 test-gpu: $(BUILT)
 	$(BIN)/python -m pytest -q tests/test_gpu.py
 
-test-trainers: $(TRAINERS)/.built
+test-trainers: $(TRAINERS)/.named
 	$(TRAINERS)/bin/python -m pytest -q tests/trainers
+	$(TRAINERS)/bin/python -m pytest -q tests/integrations
 
 examples: $(TRAINERS)/.built
 	$(TRAINERS)/bin/python -m pytest -q tests/examples
@@ -122,6 +126,14 @@ aarch64:
 package: $(BUILT)
 	BIN=$(abspath $(BIN)) sh tests/package.sh
 
+notebook: build/notebook/examples/tour.md
+
+build/notebook/examples/tour.md: examples/tour.ipynb $(wildcard ngn_kernels/*.py) $(DOCS)/.built
+	$(DOCS)/bin/python -m nbconvert --to markdown --execute --log-level ERROR --output-dir $(@D) $<
+
+site: notebook
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+
 # torch first and by its pin: whatever comes after finds it there.
 $(CREATED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -143,5 +155,9 @@ $(BUILT): $(CREATED) $(SOURCES)
 	.venv-$*/bin/pip install --quiet -c constraints.txt 'ngn_kernels[$*]'
 	touch $@
 
+$(TRAINERS)/.named: $(TRAINERS)/.built tests/integrations/packages.txt
+	$(TRAINERS)/bin/pip install --quiet --no-deps -r tests/integrations/packages.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(RIVALS) build dist *.egg-info ngn_kernels/*.so
+	rm -rf $(VENV) $(TRAINERS) $(RIVALS) $(DOCS) build dist *.egg-info ngn_kernels/*.so

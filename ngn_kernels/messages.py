@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Collection
 from types import FrameType
 
 INSIDE = ("ngn_kernels", "torch")
@@ -17,11 +18,11 @@ class SkippedStepError(RuntimeError):
     """The same, where ``on_skip`` or ``max_skipped_steps`` says that it is an error."""
 
 
-def is_called_by(function: str) -> bool:
-    """Whether a function of this qualified name is on the stack."""
+def is_called_by(functions: Collection[str]) -> bool:
+    """Whether a function of one of these qualified names is on the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" == function:
+        if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" in functions:
             return True
         frame = frame.f_back
     return False

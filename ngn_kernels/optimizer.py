@@ -52,8 +52,11 @@ NEWER = {
 
 Returned = TypeVar("Returned")
 
-# What makes optimizers create their state by a step at lr 0.
-INITIALISES_STATE = "torch.distributed.checkpoint.state_dict._init_optim_state"
+# What makes optimizers create their state by a step at lr 0: of torch, and of torchtitan.
+INITIALISE_STATE = (
+    "torch.distributed.checkpoint.state_dict._init_optim_state",
+    "torchtitan.components.optimizer.utils.init_optim_state",
+)
 
 WARNINGS = {
     Reason.AMP_OVERFLOW: "the gradient scaler found an overflow; the step was skipped",
@@ -81,7 +84,7 @@ class NGNOptimizer(Optimizer):
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
         decay_form: "paper": lr weight_decay x, which enters the momentum; "adamw": the step size times
             weight_decay x, taken off the parameter beside the momentum as AdamW does.
-        on_skip: what a skipped step does: "warn", "raise" a :class:`SkippedStepError`, or "ignore". An
+        on_skip: what a skipped step does: "warn", "raise" a ``SkippedStepError``, or "ignore". An
             overflow under AMP, by which a GradScaler finds its scale, is no reason to raise.
         max_skipped_steps: raise after this many skipped steps in a row, whatever ``on_skip`` says.
         backend: "auto", "triton", "cpu" or "reference".
@@ -476,13 +479,13 @@ class NGNOptimizer(Optimizer):
         return plan
 
     def _only_creates_state(self) -> bool:
-        """Whether torch.distributed.checkpoint calls, which has optimizers create their state by a step.
+        """Whether a checkpoint library calls, which has optimizers create their state by a step.
 
         Only the caller tells: a rank in training may have lr 0, no loss and gradients of 0, too.
         """
         if self.state or any(group["lr"] != 0 for group in self.param_groups):
             return False
-        return is_called_by(INITIALISES_STATE)
+        return is_called_by(INITIALISE_STATE)
 
     def _current(self, plan: Plan | None, exchange: Exchange | Alone) -> Plan | None:
         """The plan of the step before, if nothing but gradients has changed since."""

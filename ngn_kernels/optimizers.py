@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class NGN(NGNOptimizer):
     """NGN: one step size from the loss and the gradient norm.
 
-    ::
+    One step:
 
         rho = 2h / (2h + c sum(g^2))
         x  <- x - c rho g - l c x
@@ -35,7 +35,7 @@ class NGN(NGNOptimizer):
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr, as in the paper.
 
-    The other options are the same for all algorithms: :class:`NGNOptimizer` explains them.
+    The other options are the same for all algorithms: ``NGNOptimizer`` explains them.
 
     Example:
         >>> import torch
@@ -91,7 +91,7 @@ class NGN(NGNOptimizer):
 class NGNM(NGNOptimizer):
     """NGN-M: NGN's step with heavy-ball momentum.
 
-    ::
+    One step:
 
         rho = 2h / (2h + c sum(g^2))
         m  <- b m + (1 - b) c rho g + l c x
@@ -105,7 +105,7 @@ class NGNM(NGNOptimizer):
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr, as in the paper.
 
-    The other options are the same for all algorithms: :class:`NGNOptimizer` explains them.
+    The other options are the same for all algorithms: ``NGNOptimizer`` explains them.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class NGNM(NGNOptimizer):
 class NGND(NGNOptimizer):
     """NGN-D: a step size for each coordinate, from its own partial derivative.
 
-    ::
+    One step:
 
         D = 1, or with "rms": v <- b2 v + (1 - b2) g^2,  D = eps + sqrt(v / (1 - b2^t))
         x <- x - 2h c g / (2h D + c g^2) - l c x
@@ -172,7 +172,7 @@ class NGND(NGNOptimizer):
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr, as in the paper.
 
-    The other options are the same for all algorithms: :class:`NGNOptimizer` explains them.
+    The other options are the same for all algorithms: ``NGNOptimizer`` explains them.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ class _MomentumAndRms(NGNOptimizer):
 class NGNMDv1(_MomentumAndRms):
     """NGN-MDv1: momentum, an RMS preconditioner and one step size. The one to begin with.
 
-    ::
+    One step:
 
         v  <- b2 v + (1 - b2) g^2,  D = eps + sqrt(v / (1 - b2^t))
         rho = 2h / (2h + c sum(g^2 / D))
@@ -346,7 +346,7 @@ class NGNMDv1(_MomentumAndRms):
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr, as in the paper.
 
-    The other options are the same for all algorithms: :class:`NGNOptimizer` explains them.
+    The other options are the same for all algorithms: ``NGNOptimizer`` explains them.
     """
 
     algorithm = "NGNMDv1"
@@ -355,13 +355,13 @@ class NGNMDv1(_MomentumAndRms):
 class NGNMDv2(_MomentumAndRms):
     """NGN-MDv2: momentum, an RMS preconditioner and a step size for each coordinate.
 
-    ::
+    One step:
 
         v <- b2 v + (1 - b2) g^2,  D = eps + sqrt(v / (1 - b2^t))
         m <- b1 m + (1 - b1) 2h c g / (2h D + c g^2) + l c x
         x <- x - m
 
-    Args: as :class:`NGNMDv1`.
+    The arguments are those of ``NGNMDv1``.
     """
 
     algorithm = "NGNMDv2"
@@ -370,7 +370,7 @@ class NGNMDv2(_MomentumAndRms):
 class DecNGNMDv1(_MomentumAndRms):
     """Dec-NGN-MDv1: NGN-MDv1 with decoupled weight decay, 1e-2 by default.
 
-    Args: as :class:`NGNMDv1`.
+    The arguments are those of ``NGNMDv1``.
     """
 
     algorithm = "DecNGNMDv1"
@@ -422,7 +422,7 @@ class DecNGNMDv1(_MomentumAndRms):
 class NGNMDv1W(_MomentumAndRms):
     """NGN-MDv1W: NGN-MDv1 with weight decay inside the model that the step minimises.
 
-    ::
+    One step:
 
         a   = c / (1 + l c)
         rho = max(0, 2h - c l sum(g x)) / (2h + a sum(g^2 / D))
@@ -431,7 +431,7 @@ class NGNMDv1W(_MomentumAndRms):
 
     As printed in the paper; docs/algorithms.md shows the factor that its derivation loses.
 
-    Args: as :class:`NGNMDv1`, with ``weight_decay`` 1e-2 by default.
+    The arguments are those of ``NGNMDv1``, with a ``weight_decay`` of 1e-2 by default.
     """
 
     algorithm = "NGNMDv1W"

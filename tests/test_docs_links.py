@@ -1,4 +1,4 @@
-"""Relative links, anchors and pictures of README and the pages of docs lead somewhere."""
+"""Relative links, anchors and pictures of README, the pages of docs and the notebook lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")),
+    *(ROOT / "examples" / name for name in ("README.md", "tour.ipynb")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)

@@ -122,18 +122,18 @@ def grid_tables(sweep: Kept) -> list[Table]:
 
 
 def figure(kept: Sequence[Kept]) -> Figure:
-    """Final score against step size: a column per sweep, a row per optimizer, a line per format."""
+    """Final score against step size: a row per sweep, a column per optimizer, a line per format."""
     plt = figures.pyplot()
     shown = [(sweep, by_format(sweep)) for sweep in kept if sweep.runs]
     drawn, axes = plt.subplots(
-        len(NAMES),
         len(shown),
-        figsize=(0.8 + 3.2 * len(shown), 5.6),
+        len(NAMES),
+        figsize=(4 * len(NAMES), 0.8 + 2.5 * len(shown)),
         squeeze=False,
         layout="constrained",
     )
-    for column, (sweep, formats) in enumerate(shown):
-        for axis, name in zip(axes[:, column], NAMES, strict=True):
+    for row, (sweep, formats) in zip(axes, shown, strict=True):
+        for axis, name in zip(row, NAMES, strict=True):
             for rank, (text, results) in enumerate(formats.items()):
                 if name in results.cells:
                     plain = text.replace("`", "")
@@ -143,10 +143,11 @@ def figure(kept: Sequence[Kept]) -> Figure:
                 continue
             axis.set_xscale("log")
             figures.score_axis(axis, Results(sweep.runs), [name])
-            axis.set_title(f"{sweep.title}, {figures.label(name)}", fontsize=9)
-            axis.legend(loc="best", fontsize=7)
-        axes[-1, column].set_xlabel("c")
-    drawn.suptitle("Final score against the step size, one line per format", fontsize=9)
+            axis.set_title(f"{sweep.title}, {figures.label(name)}", fontsize=10)
+            axis.legend(loc="best")
+    for axis in axes[-1]:
+        axis.set_xlabel("c")
+    drawn.suptitle("Final score against the step size, one line per format", fontsize=11)
     return drawn
 
 

@@ -102,7 +102,7 @@ def plot_step(record: dict[str, Any], path: Path) -> None:
     labels = {name: row["label"] for rows in panels.values() for name, row in rows.items()}
     names = sorted(labels, key=lambda name: (name != BASELINE, not is_ngn(name)))
     height = 0.26 * len(names)
-    figure = _figure(3.6 + 2.3 * max(2, len(panels)), 2.0 + height)
+    figure = _figure(3.4 + 1.55 * max(2, len(panels)), 2.0 + height)
     all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, panel in zip(all_axes, panels.values(), strict=True):
         _ratio_panel(axes, names, panel, record)
@@ -173,8 +173,8 @@ def _ratio_panel(
 
 def _cut_bar(axes: Axes, position: int) -> None:
     """Two white strokes across a bar that goes on beyond the picture."""
-    for x in (CUT - 0.16, CUT - 0.1):
-        axes.plot([x - 0.03, x + 0.03], [position - 0.42, position + 0.42], color="white", lw=2.5)
+    for x in (CUT - 0.3, CUT - 0.18):
+        axes.plot([x - 0.04, x + 0.04], [position - 0.42, position + 0.42], color="white", lw=2.5)
 
 
 def _bar_colour(row: dict[str, Any]) -> str:
