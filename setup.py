@@ -18,9 +18,10 @@ PACKAGES = ("ngn_kernels", "ngn_bench")
 WITHOUT = os.environ.get("NGN_EXTENSION") == "0"
 """Build a wheel for every platform, without the C++ extension."""
 FIX = (
-    "install a C++17 compiler (Debian: apt install g++; macOS: xcode-select --install) and repeat "
-    "the command, or set NGN_EXTENSION=0 to install without the extension: every optimizer works "
-    "then, with slower plain torch operations on CPUs"
+    "install a C++17 compiler (Debian: apt install g++; macOS: xcode-select --install; Windows: "
+    "LLVM's clang++, with CXX=clang++) and repeat the command, or set NGN_EXTENSION=0 to install "
+    "without the extension: every optimizer works then, on CPUs with plain torch operations that "
+    "are 15 to 55 times slower"
 )
 
 
@@ -47,9 +48,9 @@ class CMakeBuild(build_ext):
 
             configure = [
                 "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
-                f"-DPython_EXECUTABLE={sys.executable}",
-                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-                f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
+                f"-DPython_EXECUTABLE={Path(sys.executable).as_posix()}",
+                f"-Dpybind11_DIR={Path(pybind11.get_cmake_dir()).as_posix()}",
+                f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent.as_posix()}",
                 *shlex.split(os.environ.get("NGN_CMAKE_ARGS", "")),
             ]  # fmt: skip
             subprocess.run(configure, check=True)

@@ -50,7 +50,7 @@ def groups_from_adamw(adamw: Optimizer, values: Mapping[str, Any]) -> list[dict[
         )
     groups = []
     for group in adamw.param_groups:
-        _check_group(group)
+        _check_group(group, isinstance(adamw, AdamW))
         params = group["params"]
         names = group.get("param_names")
         kept = {
@@ -82,7 +82,7 @@ def state_from_adamw(
         )
     groups, state = [], {}
     for saved, ours in zip(state_dict["param_groups"], current, strict=True):
-        _check_group(saved)
+        _check_group(saved, True)
         kept = {k: v for k, v in ours.items() if k != "param_names"}
         groups.append({**kept, "params": saved["params"]})
         for index in saved["params"]:
@@ -138,7 +138,8 @@ def _converted(values: Mapping[str, Any], group: Mapping[str, Any], exact: bool)
     return state
 
 
-def _check_group(group: Mapping[str, Any]) -> None:
+def _check_group(group: Mapping[str, Any], decoupled: bool) -> None:
+    """`decoupled` is of the weight decay, where torch is too old (2.6) for groups that say it."""
     if group.get("maximize"):
         raise ValueError("maximize=True: minimise the negative loss instead")
     if group.get("amsgrad"):
@@ -146,7 +147,7 @@ def _check_group(group: Mapping[str, Any]) -> None:
             "amsgrad=True keeps the largest second moment, which no optimizer here has: begin "
             "without its state"
         )
-    if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
+    if group["weight_decay"] and not group.get("decoupled_weight_decay", decoupled):
         raise ValueError(
             "Adam's weight_decay is a part of the gradient, which no optimizer here has: use AdamW, "
             "or weight_decay=0"

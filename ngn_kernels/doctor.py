@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from . import extension
-from .backends import availability
+from .backends import SLOWER, availability
 from .version import __version__
 
 PACKAGES = (
@@ -40,6 +40,8 @@ def report() -> str:
     ]
     for name, reason in availability().items():
         lines.append(f"{name:<12} {'available' + detail(name) if reason is None else reason}")
+    if availability()["cpu"] is not None:
+        lines[-1] += " (CPU tensors use it" + SLOWER["cpu"] + ")"
     return "\n".join(lines)
 
 

@@ -86,6 +86,7 @@ def test_auto_falls_back_and_says_so_once(without_extension: dict[str, Any]) -> 
     assert without_extension["same"] == [True, True, True]
     (said,) = without_extension["said"]
     assert "cpu" in said and "reference" in said
+    assert "15 to 55 times slower" in said
 
 
 def test_an_explicit_backend_does_not_fall_back(without_extension: dict[str, Any]) -> None:
@@ -96,6 +97,8 @@ def test_the_doctor_says_what_is_missing(without_extension: dict[str, Any]) -> N
     lines = without_extension["doctor"].splitlines()
     (reason,) = [line.split()[1:] for line in lines if line.startswith("cpu")]
     assert "available" not in reason and len(reason) > 3
+    (slow,) = [line for line in lines if line.startswith("reference")]
+    assert "available" in slow and "times slower" in slow
 
 
 def test_an_extension_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import tempfile
 import warnings
@@ -409,9 +410,10 @@ def in_distributed_files(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         told = get_optimizer_state_dict(module, optimizer, options=options)
-        dcp.save({"optimizer": told}, checkpoint_id=folder, no_dist=True)
+        alone = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
+        dcp.save({"optimizer": told}, checkpoint_id=folder, **alone)
         read = {"optimizer": get_optimizer_state_dict(other, loaded, options=options)}
-        dcp.load(read, checkpoint_id=folder, no_dist=True)
+        dcp.load(read, checkpoint_id=folder, **alone)
     set_optimizer_state_dict(other, loaded, read["optimizer"], options=options)
 
 

@@ -205,6 +205,7 @@ def test_half_precision_conversions_are_exact() -> None:
         assert torch.equal(param.detach().view(torch.int16), before.view(torch.int16))
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch ties the two dtypes")
 def test_narrowing_rounds_like_torch() -> None:
     """x - c g, with h so large that rho is 1: one rounding from float32, to nearest even."""
     for dtype in (torch.float16, torch.bfloat16):
