@@ -92,14 +92,16 @@ def state_from_adamw(
     return {"state": state, "param_groups": groups}
 
 
-def state_for_adamw(saved: Mapping[str, Any], lrs: list[float]) -> dict[str, Any]:
-    """A checkpoint of an optimizer here as an AdamW with these lrs loads it."""
+def state_for_adamw(
+    saved: Mapping[str, Any], lrs: list[float], switches: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A checkpoint of an optimizer here as an AdamW with these lrs and switches loads it."""
     groups, state = [], {}
     for group, lr in zip(saved["param_groups"], lrs, strict=True):
         kept = {k: v for k, v in group.items() if k not in ("algorithm", "step_cap", "ngn")}
         if "initial_lr" in kept and lr != group["lr"]:
             kept["initial_lr"] = lr
-        groups.append({**kept, "lr": lr, **OWN_OPTIONS})
+        groups.append({**kept, "lr": lr, **OWN_OPTIONS, **switches})
         for index in group["params"]:
             values = saved["state"].get(index)
             if not values or float(values["step"]) == 0:
@@ -108,8 +110,9 @@ def state_for_adamw(saved: Mapping[str, Any], lrs: list[float]) -> dict[str, Any
             average = torch.zeros_like(v)
             if m is not None and lr > 0:
                 average = _scaled(m, preconditioner(v, values["step"], group) / lr)
+            # Its step lies on the host; loading moves it where a switch says so.
             state[index] = {
-                "step": values["step"].clone(),
+                "step": torch.tensor(float(values["step"])),
                 "exp_avg": average,
                 "exp_avg_sq": v.clone(),
             }

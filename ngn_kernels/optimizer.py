@@ -102,6 +102,12 @@ class NGNOptimizer(Optimizer):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _storage = Storage()
+    _loss_floor: float
+    _loss_target: float
+    _max_grad_norm: float | None
+    _on_skip: str
+    _max_skipped_steps: int | None
+    _backend: str
 
     def __new__(cls, *args: Any, **options: Any) -> NGNOptimizer:
         known = inspect.signature(cls.__init__).parameters
@@ -159,6 +165,11 @@ class NGNOptimizer(Optimizer):
         self.rule = Rule()
         self._values: list[GroupValues] = []
 
+    def _inner(self) -> NGNOptimizer:
+        """Itself, or the optimizer in a wrapper of Lightning's, which is of this class, too."""
+        inner: NGNOptimizer = self.__dict__.get("_optimizer", self)
+        return inner
+
     # Options
 
     @property
@@ -168,7 +179,7 @@ class NGNOptimizer(Optimizer):
     @loss_floor.setter
     def loss_floor(self, value: float) -> None:
         require("loss_floor", value, "a finite number", lambda v: math.isfinite(v))
-        self._loss_floor = float(value)
+        self._inner()._loss_floor = float(value)
 
     @property
     def loss_target(self) -> float:
@@ -177,7 +188,7 @@ class NGNOptimizer(Optimizer):
     @loss_target.setter
     def loss_target(self, value: float) -> None:
         require("loss_target", value, "in [0, 1)", lambda v: 0 <= v < 1)
-        self._loss_target = float(value)
+        self._inner()._loss_target = float(value)
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -187,7 +198,7 @@ class NGNOptimizer(Optimizer):
     def max_grad_norm(self, value: float | None) -> None:
         if value is not None:
             require("max_grad_norm", value, "None or in (0, inf)", lambda v: 0 < v < math.inf)
-        self._max_grad_norm = None if value is None else float(value)
+        self._inner()._max_grad_norm = None if value is None else float(value)
 
     @property
     def decay_form(self) -> str:
@@ -195,9 +206,10 @@ class NGNOptimizer(Optimizer):
 
     @decay_form.setter
     def decay_form(self, value: str) -> None:
-        self._own_rule = rule_of(self.defaults["algorithm"], value)
-        self._decay_form = value
-        self._set_rule(self.rule.momentum)
+        inner = self._inner()
+        inner._own_rule = rule_of(self.defaults["algorithm"], value)
+        inner._decay_form = value
+        inner._set_rule(self.rule.momentum)
 
     @property
     def on_skip(self) -> str:
@@ -207,8 +219,8 @@ class NGNOptimizer(Optimizer):
     def on_skip(self, value: str) -> None:
         if value not in ("warn", "raise", "ignore"):
             raise ValueError(f'on_skip={value!r}: must be "warn", "raise" or "ignore"')
-        self._on_skip = value
-        self._overdue = None
+        self._inner()._on_skip = value
+        self._inner()._overdue = None
 
     @property
     def max_skipped_steps(self) -> int | None:
@@ -217,8 +229,8 @@ class NGNOptimizer(Optimizer):
     @max_skipped_steps.setter
     def max_skipped_steps(self, value: int | None) -> None:
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"max_skipped_steps={value!r}: must be None or a number from 1 on")
-        self._max_skipped_steps = value
+            raise ValueError(f"max_skipped_steps={value!r}: must be None or a positive integer")
+        self._inner()._max_skipped_steps = value
 
     @property
     def backend(self) -> str:
@@ -227,8 +239,8 @@ class NGNOptimizer(Optimizer):
     @backend.setter
     def backend(self, name: str) -> None:
         check_backend(name)
-        self._backend = name
-        self._plan = None
+        self._inner()._backend = name
+        self._inner()._plan = None
 
     def _options(self) -> StepOptions:
         return StepOptions(self._loss_floor, self._loss_target, self._max_grad_norm)
@@ -716,6 +728,8 @@ class NGNOptimizer(Optimizer):
         Each group has what was counted and chosen for all of them as its ``"ngn"``, since loaders
         that flatten a state_dict keep what groups have, and nothing else.
         """
+        if self._inner() is not self:
+            return self._inner().state_dict()
         state, groups = self.state, self.param_groups
         options = {
             "skipped_steps": int(self.skipped_steps),
@@ -737,8 +751,11 @@ class NGNOptimizer(Optimizer):
 
         Unlike torch's, it recasts state only if ``state=`` says so, and copies every tensor.
         Everything is checked before anything changes. ``skipped_steps`` is restored; this
-        optimizer keeps its own ``loss_floor`` and ``max_grad_norm``, and warns of other saved ones.
+        optimizer keeps its own ``loss_floor``, ``loss_target``, ``max_grad_norm`` and ``decay_form``,
+        and warns of other saved ones.
         """
+        if self._inner() is not self:
+            return self._inner().load_state_dict(state_dict)
         state_dict = dict(state_dict)
         for pre_hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = pre_hook(self, state_dict)

@@ -7,6 +7,7 @@ all groups; with several groups c and l are each parameter's own. docs/algorithm
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from .adamw import VALUES, groups_from_adamw, state_for_adamw, state_from_adamw
 from .optimizer import NGNOptimizer
+from .options import require
 from .rules import RULES
 
 if TYPE_CHECKING:
@@ -265,7 +267,14 @@ class _MomentumAndRms(NGNOptimizer):
         exact = self._storage.rounding == "exact"
         self.load_state_dict(state_from_adamw(state_dict, self.param_groups, exact))
 
-    def adamw_state_dict(self, lr: float | None = None) -> dict[str, Any]:
+    def adamw_state_dict(
+        self,
+        lr: float | None = None,
+        *,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+    ) -> dict[str, Any]:
         """A ``state_dict`` that a ``torch.optim.AdamW`` with the same groups loads.
 
         The way back of ``load_adamw_state_dict``: exp_avg = m D / lr, with which AdamW goes on at the
@@ -274,10 +283,14 @@ class _MomentumAndRms(NGNOptimizer):
 
         Args:
             lr: AdamW's, in all groups; by default that of each group, which AdamW then has to use.
+            fused, foreach, capturable: AdamW's, which it takes from the state_dict that it loads.
         """
+        if lr is not None:
+            require("lr", lr, "in [0, inf)", lambda v: 0 <= v < math.inf)
+        switches = {"fused": fused, "foreach": foreach, "capturable": capturable}
         saved = self.state_dict()
         lrs = [float(group["lr"] if lr is None else lr) for group in saved["param_groups"]]
-        return state_for_adamw(saved, lrs)
+        return state_for_adamw(saved, lrs, switches)
 
     def __init__(
         self,

@@ -233,6 +233,48 @@ def test_values_of_the_groups_may_be_given() -> None:
     assert optimizer.param_groups[-1]["lr"] == 0.2
 
 
+def test_a_fused_adamw_stays_fused() -> None:
+    """torch takes these switches from a state_dict; under a GradScaler the wrong one is an error."""
+    (p,) = params = [Parameter(torch.ones(3))]
+    adamw, scaler = AdamW(params, fused=True), torch.amp.GradScaler("cpu")
+    for k in range(3):
+        if k:
+            switches = {"fused": True, "capturable": True}
+            adamw.load_state_dict(NGNMDv1.from_adamw(adamw).adamw_state_dict(**switches))
+            assert adamw.param_groups[0]["fused"] and adamw.param_groups[0]["capturable"]
+        adamw.zero_grad()
+        scaler.scale((p**2).sum()).backward()
+        scaler.step(adamw)
+        scaler.update()
+        assert int(adamw.state[p]["step"]) == k + 1
+
+
+def test_a_step_count_comes_back_as_adamw_keeps_it() -> None:
+    """On the host, whatever it is here: AdamW would wait for a GPU's at each parameter."""
+    optimizer = NGNMDv1(new_params())
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    for p in params_of(optimizer):
+        optimizer.state[p]["step"] = 7
+    for values in optimizer.adamw_state_dict()["state"].values():
+        assert values["step"].item() == 7 and values["step"].is_cpu
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf"), "1e-3"])
+def test_a_bad_lr_for_adamw_is_refused(lr: Any) -> None:
+    with pytest.raises(ValueError, match=r"lr=.*must be in \[0, inf\)"):
+        NGNMDv1(new_params()).adamw_state_dict(lr=lr)
+
+
+def test_an_adam_of_a_torch_that_knew_no_decoupled_decay() -> None:
+    adam, adamw = Adam(new_params(), weight_decay=0.1), AdamW(new_params(), weight_decay=0.1)
+    for optimizer in (adam, adamw):
+        del optimizer.param_groups[0]["decoupled_weight_decay"]
+    with pytest.raises(ValueError, match="Adam's weight_decay is a part of the gradient"):
+        NGNMDv1.from_adamw(adam)
+    assert NGNMDv1.from_adamw(adamw).param_groups[0]["weight_decay"] == 0.1
+
+
 def test_exact_rounding_begins_without_remainders() -> None:
     adamw = trained_adamw(dtype=torch.bfloat16)
     optimizer = NGNMDv1.from_adamw(adamw, rounding="exact")
@@ -442,7 +484,7 @@ def test_only_ranks_hear_of_ranks() -> None:
 )
 def test_bad_values_of_the_skip_options(name: str, values: tuple[Any, ...]) -> None:
     for value in values:
-        with pytest.raises(ValueError, match=f"{name}="):
+        with pytest.raises(ValueError, match=f"{name}=.*must be .*(ignore|a positive integer)"):
             NGNM([Parameter(torch.ones(3))], **{name: value})
 
 

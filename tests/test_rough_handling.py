@@ -672,3 +672,58 @@ def test_optimizers_in_threads(backend: str, threads: int) -> None:
             done.result()
     for optimizer in optimizers:
         assert snapshot(optimizer) == snapshot(expected)
+
+
+# Wrappers that claim to be the optimizer
+
+
+class WrapperOfLightning:
+    """As lightning.pytorch and Fabric make them: of the optimizer's class, with an empty __dict__."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Wrapped", (type(self), type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss_floor", -1.0),
+        ("loss_target", 0.5),
+        ("max_grad_norm", 2.0),
+        ("decay_form", "adamw"),
+        ("on_skip", "raise"),
+        ("max_skipped_steps", 3),
+        ("backend", "reference"),
+    ],
+)
+def test_options_that_are_set_on_a_wrapper_are_the_optimizers(name: str, value: Any) -> None:
+    optimizer, direct = (NGNMDv1.simple([with_grad(torch.ones(3))]) for _ in range(2))
+    wrapper: Any = WrapperOfLightning(optimizer)
+    assert isinstance(wrapper, ngn_kernels.NGNMDv1)
+    setattr(wrapper, name, value)
+    setattr(direct, name, value)
+    assert getattr(optimizer, name) == getattr(wrapper, name) == value
+    for each in (optimizer, direct):
+        each.param_groups[0]["weight_decay"] = 0.1
+        each.step(loss=1.0)
+    assert snapshot(optimizer) == snapshot(direct)
+    assert not set(wrapper.__dict__) & set(optimizer.__dict__), (
+        "what would hide the optimizer's own"
+    )
+
+
+@pytest.mark.parametrize("state", ["float32", "8bit"])
+def test_state_that_is_loaded_into_a_wrapper_is_the_optimizers(state: str) -> None:
+    optimizer = NGNMDv1.simple([with_grad(torch.ones(70, 65))], state=state)
+    wrapper: Any = WrapperOfLightning(optimizer)
+    optimizer.step(loss=1.0)
+    saved, known = copy.deepcopy(wrapper.state_dict()), snapshot(optimizer)
+    optimizer.step(loss=1.0)
+    params_of(optimizer)[0].data.fill_(0)
+    wrapper.load_state_dict(saved)
+    assert [s for _, s in snapshot(optimizer)] == [s for _, s in known]
+    assert wrapper.state is optimizer.state and wrapper.param_groups is optimizer.param_groups

@@ -518,6 +518,22 @@ def test_a_module_that_clips_by_itself(package: Any) -> None:
     assert distance(module.net, expected) <= 1e-5
 
 
+# Options that are set on what the trainer hands out
+
+
+def test_options_reach_the_optimizer_through_lightnings_wrapper(package: Any) -> None:
+    module = runs.lightning_module(package, Case())
+    step = module.training_step
+
+    def aiming_higher(*batch: Any) -> Any:
+        module.optimizers().loss_target = 0.5
+        return step(*batch)
+
+    module.training_step = aiming_higher
+    trainer = fit(package, module)
+    assert trainer.optimizers[0].loss_target == 0.5
+
+
 # What is refused, and what is said
 
 
