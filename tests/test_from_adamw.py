@@ -325,18 +325,6 @@ def test_what_has_no_counterpart_is_refused(make: Any, message: str) -> None:
         NGNMDv1(new_params()).load_adamw_state_dict(saved)
 
 
-def test_an_older_torch_tells_adam_from_adamw_by_the_class() -> None:
-    """Before torch 2.7 the groups do not say whether the weight decay is decoupled."""
-    for other in (Adam(new_params(), weight_decay=0.1), AdamW(new_params(), weight_decay=0.1)):
-        for group in other.param_groups:
-            group.pop("decoupled_weight_decay", None)
-        if isinstance(other, AdamW):
-            assert NGNMDv1.from_adamw(other).param_groups[0]["weight_decay"] == 0.1
-        else:
-            with pytest.raises(ValueError, match="Adam's weight_decay is a part of the gradient"):
-                NGNMDv1.from_adamw(other)
-
-
 def test_other_optimizers_are_refused() -> None:
     with pytest.raises(TypeError, match=r"AdamW or Adam, not SGD"):
         NGNMDv1.from_adamw(torch.optim.SGD(new_params()))
