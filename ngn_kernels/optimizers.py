@@ -283,7 +283,9 @@ class _MomentumAndRms(NGNOptimizer):
 
         Args:
             lr: AdamW's, in all groups; by default that of each group, which AdamW then has to use.
-            fused, foreach, capturable: AdamW's, which it takes from the state_dict that it loads.
+            fused: AdamW's, which it takes from the state_dict that it loads.
+            foreach: the same.
+            capturable: the same.
         """
         if lr is not None:
             require("lr", lr, "in [0, inf)", lambda v: 0 <= v < math.inf)
