@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import Parameter
 
+import ngn_kernels
 from ngn_kernels import SkippedStepWarning
 from ngn_kernels.planning import signature
 
@@ -454,6 +455,18 @@ def test_the_count_of_skipped_steps_is_restored(
         skip(loaded, 1)
         assert int(loaded.skipped_steps) == count + 1
         skip(optimizer, 2)
+
+
+def test_an_older_file_was_trained_with_the_defaults_of_then() -> None:
+    param = Parameter(torch.ones(3))
+    saved = ngn_kernels.NGNMDv1([param], weight_decay=0.1).state_dict()
+    for group in saved["param_groups"]:
+        for name in ("loss_target", "decay_form"):
+            del group["ngn"][name]
+    with pytest.warns(UserWarning) as told:
+        ngn_kernels.NGNMDv1([param], loss_target=0.8, decay_form="adamw").load_state_dict(saved)
+    said = " ".join(str(warning.message) for warning in told)
+    assert "had loss_target=0.0" in said and "had decay_form='paper'" in said
 
 
 @WAYS
