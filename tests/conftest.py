@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 from extent import Extent, extent_of
-from helpers import DTYPES
+from helpers import DTYPES, IMPORTS_COMPILER
 
 from ngn_kernels.backends import availability
 from ngn_kernels.planning import signature
@@ -29,8 +29,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # The tensors are small: a second thread would only wait.
 torch.set_num_threads(1)
 
-# Beside a Triton that is new enough for the kernels, older torch does not import its own test helpers.
-collect_ignore = ["test_torch_suite.py"] if torch.__version__ < (2, 8) else []
+collect_ignore = [] if IMPORTS_COMPILER else ["test_torch_suite.py"]
 
 
 def runnable_backends() -> list[str]:

@@ -228,8 +228,18 @@ SCHEDULERS = {
 }
 
 
+# Older ones take a step more where they begin with a last epoch.
+RECURSIVE = pytest.mark.skipif(torch.__version__ < (2, 8), reason="of torch's own")
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[RECURSIVE] if name in ("linear", "exponential") else [])
+        for name, make in SCHEDULERS.items()
+    ],
+)
 @pytest.mark.parametrize(
     "lr", [1.0, torch.tensor(1.0, dtype=torch.float64)], ids=["float", "tensor"]
 )
@@ -437,7 +447,7 @@ def test_a_bad_lr_for_adamw_is_refused(lr: Any) -> None:
 def test_an_adam_of_a_torch_that_knew_no_decoupled_decay() -> None:
     adam, adamw = Adam(new_params(), weight_decay=0.1), AdamW(new_params(), weight_decay=0.1)
     for optimizer in (adam, adamw):
-        del optimizer.param_groups[0]["decoupled_weight_decay"]
+        optimizer.param_groups[0].pop("decoupled_weight_decay", None)
     with pytest.raises(ValueError, match="Adam's weight_decay is a part of the gradient"):
         NGNMDv1.from_adamw(adam)
     assert NGNMDv1.from_adamw(adamw).param_groups[0]["weight_decay"] == 0.1
@@ -693,7 +703,7 @@ def test_every_class_says_all_its_options() -> None:
     shared = inspect.signature(NGNOptimizer.__init__).parameters
     wanted = {name: p.default for name, p in shared.items() if p.kind is p.KEYWORD_ONLY}
     for cls in CLASSES:
-        own = inspect.signature(cls).parameters
+        own = inspect.signature(cls.__init__).parameters
         assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in own.values()), cls
         assert {name: own[name].default for name in wanted} == wanted
         assert own["step_cap"].default is None

@@ -18,6 +18,7 @@ import pytest
 import torch
 from algorithms import EVERY, NGND, NGNM, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
 from helpers import (
+    COMPILES,
     SHAPES,
     fresh,
     params_of,
@@ -617,6 +618,7 @@ except Exception as error:
 """
 
 
+@COMPILES
 def test_a_compiled_training_step(backend: str, tmp_path: Path) -> None:
     """One break of the graph, no word about our code, the same numbers."""
     if backend == "triton":
