@@ -126,26 +126,6 @@ def test_documents_are_checked_and_written(
     assert main([*root, "--check"]) == 1
 
 
-def test_the_picture_of_the_readme_is_checked(tmp_path: Path) -> None:
-    """It carries the fingerprint of the scores that it shows."""
-    runs = scores("ngn-mdv1", {0.1: 97.0, 1.0: 98.0}) + scores("adam", {0.1: 97.0, 1.0: None})
-    lab = repository(tmp_path, [], [COMMAND.replace("ngn-m,sgdm", "ngn-mdv1,adam")])
-    index = (lab / "sweeps.json").read_text()
-    (lab / "sweeps.json").write_text(index.replace('"one"', '"mnist-mlp"'))
-    for page in ("stability.md", "precision.md"):
-        (tmp_path / "docs" / page).write_text("nothing generated")
-    (lab / "mnist-mlp").mkdir()
-    kept = lab / "mnist-mlp" / "runs.jsonl"
-    kept.write_text("".join(json.dumps(one) + "\n" for one in runs))
-    root = ["summary", "--root", str(tmp_path)]
-    picture = tmp_path / "docs" / "images" / summary.HEADLINE_PICTURE
-    assert main([*root, "--check"]) == 1
-    assert main([*root, "--write"]) == 0 and picture.exists()
-    assert main([*root, "--check"]) == 0
-    kept.write_text(kept.read_text() + json.dumps(scores("adam", {10.0: 50.0})[0]) + "\n")
-    assert main([*root, "--check"]) == 1
-
-
 def test_an_unknown_part_of_a_document_is_an_error(tmp_path: Path) -> None:
     text = "<!-- lab:two -->\n<!-- /lab:two -->"
     with pytest.raises(BenchError, match="'two'"):

@@ -152,3 +152,26 @@ def test_the_page_and_its_picture_are_checked(tmp_path: Path) -> None:
 def test_a_page_without_runs_has_no_picture(tmp_path: Path) -> None:
     assert target.picture_source(kept(tmp_path, [])) is None
     assert target.sections([]) == {}
+
+
+def test_the_picture_of_the_readme_is_checked(tmp_path: Path) -> None:
+    """It carries the fingerprint of the scores that it shows."""
+    lab = aimed(tmp_path, RUNS)
+    index = (lab / target.INDEX).read_text()
+    (lab / target.INDEX).write_text(index.replace('"folder": "a"', '"folder": "target-mnist"'))
+    (lab / "a").rename(lab / "target-mnist")
+    page = tmp_path / "docs" / "loss-target.md"
+    page.write_text("nothing generated")
+    root = ["summary", "--root", str(tmp_path)]
+    picture = tmp_path / "docs" / "images" / target.HEADLINE_PICTURE
+    assert main([*root, "--check"]) == 1
+    assert main([*root, "--write"]) == 0 and picture.exists()
+    assert main([*root, "--check"]) == 0
+    drawn = target.headline_figure(summary.load(lab, planned, target.INDEX))
+    (panel,) = drawn.axes
+    assert [len(line.get_xdata()) for line in panel.lines if line.get_linestyle() == "-"] == [2, 3]
+    better = scores("adam", {1e-1: 98.0}, COSINE)
+    kept = lab / "target-mnist" / "runs.jsonl"
+    others = [*RUNS[:5], *RUNS[6:]]  # without the one that diverged
+    kept.write_text("".join(json.dumps(one) + "\n" for one in [*others, *better]))
+    assert main([*root, "--check"]) == 1

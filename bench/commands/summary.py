@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"picture: {figures.save(figure, images / name)}")
     for name, source, draw in (
         (
-            summary.HEADLINE_PICTURE,
-            summary.headline_source(kept),
-            lambda: summary.headline_figure(kept),
+            target.HEADLINE_PICTURE,
+            target.headline_source(aimed),
+            lambda: target.headline_figure(aimed),
         ),
         (target.PICTURE, target.picture_source(aimed), lambda: target.figure(aimed)),
     ):

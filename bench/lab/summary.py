@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BenchError
-from ..pages.plots import record_digest
 from ..report import Table, columns, markdown_table, parse_json
 from . import figures
 from .results import AT_BOUND, Results, bound_shares, grid_table, number, skipped_note
@@ -21,7 +20,6 @@ from .sweep import Record, require_one_problem
 from .train import EARLY, Run, RunSpec
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAMES = ("ngn-m", "sgdm", "momo", "ngn-mdv1", "adam", "momo-adam")
@@ -265,87 +263,6 @@ def summary_figure(kept: Sequence[Kept]) -> Figure:
     title = "Final score against the step size. ✕: diverged, ▲: above the picture"
     figure.suptitle(title, fontsize=9)
     return figure
-
-
-HEADLINE = {
-    "mnist-mlp": ("the loss can reach 0", ((0.66, 0.83), (0.66, 0.2))),
-    "shakespeare-transformer": ("the loss cannot reach 0", ((0.56, 0.36), (0.2, 0.6))),
-}
-"""The sweeps of README's picture, by their folder: what their titles add, and where the names of
-the two lines stand, as shares of the panel."""
-HEADLINE_PAIR = ("ngn-mdv1", "adam")
-HEADLINE_PICTURE = "step-sizes.png"
-
-
-def _headline(kept: Sequence[Kept]) -> list[tuple[Kept, Results]]:
-    return [
-        (sweep, results)
-        for sweep in kept
-        if sweep.folder.name in HEADLINE and (results := sweep.results) is not None
-    ]
-
-
-def headline_source(kept: Sequence[Kept]) -> str | None:
-    """A fingerprint of what README's picture shows; None if there is nothing to show."""
-    shown = {
-        sweep.title: {name: _means(results, name) for name in HEADLINE_PAIR}
-        for sweep, results in _headline(kept)
-    }
-    return record_digest(shown) if shown else None
-
-
-def _means(results: Results, name: str) -> list[tuple[float, float | None]]:
-    """Step sizes with the mean final scores; None where a seed diverged."""
-    cells = results.cells.get(name, {}).items()
-    return [(lr, None if cell.diverged else cell.mean) for lr, cell in cells]
-
-
-def headline_figure(kept: Sequence[Kept]) -> Figure:
-    """README's picture: final score against step size of two optimizers, labelled at their lines."""
-    plt = figures.pyplot()
-    shown = _headline(kept)
-    sizes = {"font.size": 15, "axes.titlesize": 15, "lines.linewidth": 3, "lines.markersize": 8}
-    with plt.rc_context(sizes):
-        figure, axes = plt.subplots(
-            1, len(shown), figsize=(6.6 * len(shown), 4.6), squeeze=False, layout="constrained"
-        )
-        for axis, (sweep, results) in zip(axes.flat, shown, strict=True):
-            loss, labels = HEADLINE[sweep.folder.name]
-            _headline_panel(axis, results, labels)
-            axis.set_title(f"{sweep.title}:\n{loss}", loc="left")
-        figure.supxlabel(
-            "step size (lr)      ▲ beyond the picture   ✕ diverged", fontsize=15, color="#444444"
-        )
-    return figure
-
-
-def _headline_panel(axis: Axes, results: Results, labels: Sequence[tuple[float, float]]) -> None:
-    """Two lines with their names; marks at the edge for what diverged or lies beyond it."""
-    accuracy = results.higher_is_better
-    low, high = (0.0, 105.0) if accuracy else (5.0, 40.0)
-    edge = 0.05 if accuracy else 0.95
-    axis.set_xscale("log")
-    if not accuracy:
-        axis.set_yscale("log")
-        axis.set_yticks([5, 10, 20, 40], ["5", "10", "20", "40"])
-    axis.minorticks_off()
-    axis.set_ylim(low, high)
-    axis.set_ylabel("test accuracy (%)" if accuracy else "perplexity (lower is better)")
-    transform = axis.get_xaxis_transform()
-    for place, name in enumerate(HEADLINE_PAIR):
-        colour, means = figures.COLOURS[name], _means(results, name)
-        inside = [(lr, mean) for lr, mean in means if mean is not None and low <= mean <= high]
-        axis.plot(*zip(*inside, strict=True), "os"[place] + "-", color=colour)
-        for mark, lrs in {
-            "x": [lr for lr, mean in means if mean is None],
-            "^": [lr for lr, mean in means if mean is not None and not low <= mean <= high],
-        }.items():
-            # Side by side, where both optimizers have a mark.
-            xs = [lr * (0.8, 1.25)[place] for lr in lrs]
-            axis.plot(xs, [edge] * len(xs), mark, color=colour, transform=transform, ms=9, mew=3)
-        x, y = labels[place]
-        text = figures.label(name)
-        axis.text(x, y, text, color=colour, weight="bold", transform=axis.transAxes)
 
 
 def sections(kept: Sequence[Kept]) -> dict[str, str]:

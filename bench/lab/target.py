@@ -1,4 +1,4 @@
-"""docs/loss-target.md's tables and picture, from the kept records of runs with a loss target.
+"""docs/loss-target.md's tables and picture, and README's, from the kept records of runs with a loss target.
 
 `targets.json` in the folder of kept records lists the sweeps, as `sweeps.json` does for
 docs/stability.md. Each has runs of several options: loss targets, schedules, other optimizers.
@@ -18,6 +18,7 @@ from .results import Cell, Results, number, skipped_note
 from .summary import UNSURE, Kept, Options, quality
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INDEX = "targets.json"
@@ -260,6 +261,92 @@ def figure(kept: Sequence[Kept]) -> Figure:
     ]
     drawn.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return drawn
+
+
+HEADLINE_PICTURE = "step-sizes.png"
+HEADLINE = {
+    "target-mnist": "the loss can reach 0",
+    "target-shakespeare": "the loss cannot reach 0",
+}
+"""The sweeps of README's picture, by their folder, and what their titles add."""
+HEADLINE_LINES = (
+    (ADAM, "Adam", "#1f4e9c"),
+    (Line("ngn-mdv1"), "NGN-MDv1", "#e0a100"),
+    (Line("ngn-mdv1", "0.8"), "NGN-MDv1, loss_target=0.8", "#c1272d"),
+)
+
+
+def _headline(kept: Sequence[Kept]) -> list[tuple[Kept, list[tuple[Line, str, str, Results]]]]:
+    shown = [
+        (sweep, [(*ln, r) for ln in HEADLINE_LINES if (r := ln[0].results(sweep)) is not None])
+        for sweep in kept
+        if sweep.folder.name in HEADLINE
+    ]
+    return [(sweep, lines) for sweep, lines in shown if lines]
+
+
+def headline_source(kept: Sequence[Kept]) -> str | None:
+    """A fingerprint of what README's picture shows; None if there is nothing to show."""
+    shown = {
+        sweep.title: {text: _means(results, line.name) for line, text, _, results in lines}
+        for sweep, lines in _headline(kept)
+    }
+    return record_digest(shown) if shown else None
+
+
+def _means(results: Results, name: str) -> list[tuple[float, float | None]]:
+    """Step sizes with the mean final scores; None where a seed diverged."""
+    return [(lr, None if cell.diverged else cell.mean) for lr, cell in results.cells[name].items()]
+
+
+def headline_figure(kept: Sequence[Kept]) -> Figure:
+    """README's picture: final score against step size."""
+    plt = figures.pyplot()
+    shown = _headline(kept)
+    sizes = {"font.size": 15, "axes.titlesize": 15, "lines.linewidth": 3, "lines.markersize": 8}
+    with plt.rc_context(sizes):
+        drawn, axes = plt.subplots(
+            1, len(shown), figsize=(6.6 * len(shown), 5.0), squeeze=False, layout="constrained"
+        )
+        for axis, (sweep, lines) in zip(axes.flat, shown, strict=True):
+            _headline_panel(axis, lines)
+            axis.set_title(f"{sweep.title}:\n{HEADLINE[sweep.folder.name]}", loc="left")
+        drawn.supxlabel(
+            "step size (lr)      ▲ beyond the picture   ✕ diverged", fontsize=15, color="#444444"
+        )
+        handles = [
+            plt.Line2D([], [], color=colour, marker="osD"[place], label=text)
+            for place, (_, text, colour) in enumerate(HEADLINE_LINES)
+        ]
+        drawn.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    return drawn
+
+
+def _headline_panel(axis: Axes, lines: Sequence[tuple[Line, str, str, Results]]) -> None:
+    """A line each; marks at the edge for what diverged or lies beyond it."""
+    accuracy = lines[0][-1].higher_is_better
+    low, high = (0.0, 105.0) if accuracy else (5.0, 40.0)
+    edge = 0.05 if accuracy else 0.95
+    axis.set_xscale("log")
+    if not accuracy:
+        axis.set_yscale("log")
+        axis.set_yticks([5, 10, 20, 40], ["5", "10", "20", "40"])
+    axis.minorticks_off()
+    axis.set_ylim(low, high)
+    axis.set_ylabel("test accuracy (%)" if accuracy else "perplexity (lower is better)")
+    transform = axis.get_xaxis_transform()
+    for line, text, colour, results in lines:
+        place = [known for _, known, _ in HEADLINE_LINES].index(text)
+        means = _means(results, line.name)
+        inside = [(lr, mean) for lr, mean in means if mean is not None and low <= mean <= high]
+        axis.plot(*zip(*inside, strict=True), "osD"[place] + "-", color=colour)
+        for mark, lrs in {
+            "x": [lr for lr, mean in means if mean is None],
+            "^": [lr for lr, mean in means if mean is not None and not low <= mean <= high],
+        }.items():
+            # Side by side, where several have a mark.
+            xs = [lr * (0.75, 1.0, 1.33)[place] for lr in lrs]
+            axis.plot(xs, [edge] * len(xs), mark, color=colour, transform=transform, ms=9, mew=3)
 
 
 def sections(kept: Sequence[Kept]) -> dict[str, str]:
