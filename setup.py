@@ -38,7 +38,7 @@ class Build(build):
 class CMakeBuild(build_ext):
     """Build `ngn_kernels._cpu`, or fail: pip would keep a wheel without it and install it again.
 
-    `ngn_kernels._cuda` is built with it where NGN_CUDA asks for that: `auto` (where nvcc is found), `on` or `off`.
+    `ngn_kernels._cuda` is built with it if NGN_CUDA says so: `auto` (where nvcc is found), `on` or `off`.
     """
 
     def build_extensions(self) -> None:

@@ -1,4 +1,4 @@
-"""Find an nvcc that works: `python find_nvcc.py ARCH…` prints its path, its version, and the ARCHs that it knows.
+"""Find an nvcc that works: `python find_nvcc.py ARCH…` prints its path, version, and known ARCHs.
 
 Without one the last line of the errors says why, and the exit status is 1.
 """

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import replace_triton
+from helpers import replace_backend
 from ngn_bench.gpu.stub_kernels import counting_backend
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -98,7 +98,7 @@ class Watch(TorchDispatchMode):
 def counting(monkeypatch: pytest.MonkeyPatch, device_type: str) -> tuple[list[Any], TritonBackend]:
     """The backend with launches that only count, in the place of the real one."""
     launches, backend = counting_backend(device_type)
-    replace_triton(monkeypatch, backend)
+    replace_backend(monkeypatch, backend, "triton")
     return launches, backend
 
 

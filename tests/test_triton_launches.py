@@ -16,7 +16,7 @@ import pytest
 import torch
 from algorithms import EVERY, NGND, Algorithm, NGNMDv1
 from fake_gpu import Event, FakeGPU, Synchronised, counting, place
-from helpers import replace_triton, warnings_of
+from helpers import replace_backend, warnings_of
 from torch import Tensor
 
 import ngn_kernels.backends as backends
@@ -694,7 +694,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], st
 def test_auto_falls_back_and_says_so_once(
     fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_triton(monkeypatch, "Triton is missing")
+    replace_backend(monkeypatch, "Triton is missing", "triton")
     backends._say_once.cache_clear()
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0"))
     key = BucketKey.of(p, {})

@@ -29,7 +29,7 @@ from algorithms import (
     NGNMDv1W,
     NGNMDv2,
 )
-from helpers import params_of, random_columns, random_gradients, replace_triton
+from helpers import params_of, random_columns, random_gradients, replace_backend
 from steps import train
 from torch import Tensor
 
@@ -43,8 +43,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from ngn_bench.gpu.triton_report import STORAGE, narrow_variants, variants
-from ptxsim import DataRace, Kernel, SimulatedGPU, launch
+from ptxsim import DataRace, Kernel, launch
 from ptxsim.backend import SimulatedBackend
+from ptxsim.driver import SimulatedGPU
 
 from ngn_kernels.backends.triton import constants
 from ngn_kernels.backends.triton import kernels as triton_kernels
@@ -73,7 +74,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WatchedBack
 
     def make(kernels: Any = triton_kernels) -> WatchedBackend:
         backend = WatchedBackend(gpu, kernels)
-        replace_triton(monkeypatch, backend)
+        replace_backend(monkeypatch, backend, "triton")
         return backend
 
     with gpu.active():
