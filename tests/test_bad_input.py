@@ -83,7 +83,7 @@ RANGES = {
     "eps": "must be in (0, inf)",
     "max_grad_norm": "must be None or in (0, inf)",
     "loss_floor": "must be a finite number",
-    "backend": "choose one of 'auto', 'triton', 'cpu', 'reference'",
+    "backend": "choose one of 'auto', 'cuda', 'triton', 'cpu', 'reference'",
 }
 
 
