@@ -20,9 +20,7 @@ EACH_ENGINE = ("triton-90", CUDA)
 
 
 def require(engine: str) -> None:
-    """Skip the test where an engine cannot be simulated."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("these tests compile, the interpreter does not")
+    """Skip the test where an engine cannot take part."""
     if engine != CUDA:
         if importlib.util.find_spec("triton") is None:
             pytest.skip("Triton is not installed")
@@ -31,17 +29,22 @@ def require(engine: str) -> None:
     if missing is not None:
         pytest.skip(missing)
     from ngn_bench.gpu.stub_driver import compiler
-    from ptxsim.image import tool
 
-    if compiler() is None or tool("cuobjdump") is None:
-        pytest.skip("simulating the CUDA kernels takes a C compiler and cuobjdump")
+    if compiler() is None:
+        pytest.skip("the stand-in for CUDA's driver takes a C compiler")
 
 
 @contextmanager
 def simulated(engine: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A GPU that stands in for a real one; its `name` is the backend to ask for."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("these tests compile, the interpreter does not")
     require(engine)
     if engine == CUDA:
+        from ptxsim.image import tool
+
+        if tool("cuobjdump") is None:
+            pytest.skip("there is no cuobjdump on PATH or in Triton, which finds the kernels' PTX")
         from ptxsim.cuda import SimulatedCuda, SimulatedCudaBackend
 
         cuda = SimulatedCuda()

@@ -37,6 +37,24 @@ def library() -> Path:
     return target
 
 
+Launch = tuple[str, tuple[int, ...]]
+
+
+def counting_backend(device_type: str) -> tuple[list[Launch], CudaBackend]:
+    """A backend for tensors of a device type, and the list of its launches, which compute nothing."""
+    launches: list[Launch] = []
+
+    def note(device: int, name: bytes, blocks: int, threads: int, stream: int, at: int) -> int:
+        launches.append((name.decode().split("_")[1], (blocks,)))
+        return 0
+
+    # The stub's streams of a device begin with its number.
+    return launches, StubDriver(on_launch=note).backend(device_type, lambda device: device)
+
+
+_current: StubDriver | None = None
+
+
 class StubDriver:
     """The one driver of this process; making it anew forgets what it was told."""
 
@@ -50,7 +68,9 @@ class StubDriver:
         """
         self._calls = ctypes.CDLL(str(library()))
         self._calls.stub_launches.restype = ctypes.c_int64
-        # Kept, because the library keeps their addresses.
+        # The library keeps the addresses of these.
+        global _current
+        _current = self
         self._load = LOAD(on_load) if on_load else LOAD()
         self._launch = LAUNCH(on_launch) if on_launch else LAUNCH()
         self._calls.stub_set(self._load, self._launch)
