@@ -24,6 +24,8 @@ DTYPES = {
     "triton": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
+# Interpreted or simulated where tensors are on the CPU: slow, and without float64.
+GPU_ENGINES = ("cuda", "triton")
 Snapshot = list[tuple[bytes, dict[str, bytes]]]
 SHAPES = ([(3,), (5, 7)], [(40,), ()])
 

@@ -22,6 +22,7 @@ from algorithms import (
     NGNMDv2,
 )
 from helpers import (
+    GPU_ENGINES,
     assert_unchanged,
     params_of,
     random_columns,
@@ -343,7 +344,7 @@ def test_a_gradient_that_is_complex_where_its_parameter_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the first step, and between steps that have gradients of the parameter's own kind."""
-    if backend == "triton" and torch.float64 in (kind.to_real(), other.to_real()):
+    if backend in GPU_ENGINES and torch.float64 in (kind.to_real(), other.to_real()):
         pytest.skip("it has no float64")
     if not native:
         monkeypatch.setattr(signature, "NativeSignature", None)
