@@ -1,9 +1,9 @@
 """To and from torch.optim.AdamW in the middle of a run.
 
 Both keep the same second moment v and step count t. AdamW keeps an average of gradients, and the
-optimizers here the displacement that momentum goes on with. With D = eps + sqrt(v / (1 - beta2^t)) and
-AdamW's lr the one is taken for the other so that a run goes on in its direction and at its speed:
-m = lr exp_avg / D, and exp_avg = m D / lr.
+optimizers here the last displacement, with which momentum goes on. With D = eps + sqrt(v / (1 - beta2^t))
+and AdamW's lr the one is taken for the other so that a run goes on in its direction and at its speed:
+m = lr exp_avg / ((1 - beta1^t) D), and back.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.optim import Adam, AdamW, Optimizer
 from .formats import REMAINDER
 
 VALUES = ("lr", "betas", "eps", "weight_decay")
+# The lr, and what schedulers keep beside it in a group.
+SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
 STATE = {"step", "exp_avg", "exp_avg_sq"}
 # What torch's AdamW expects in each group besides.
 OWN_OPTIONS: dict[str, Any] = {
@@ -44,9 +46,10 @@ def groups_from_adamw(adamw: Optimizer, values: Mapping[str, Any]) -> list[dict[
         values: in the place of those of all groups, such as lr.
     """
     if not isinstance(adamw, (Adam, AdamW)):
-        inner = "; pass the optimizer inside, its .optimizer" if hasattr(adamw, "optimizer") else ""
+        inner = [f"; pass its .{name}" for name in ("optimizer", "optim") if hasattr(adamw, name)]
         raise TypeError(
-            f"from_adamw takes a torch.optim.AdamW or Adam, not {type(adamw).__name__}{inner}"
+            "from_adamw takes a torch.optim.AdamW or Adam, not "
+            f"{type(adamw).__name__}{''.join(inner[:1])}"
         )
     groups = []
     for group in adamw.param_groups:
@@ -59,22 +62,40 @@ def groups_from_adamw(adamw: Optimizer, values: Mapping[str, Any]) -> list[dict[
             if k not in OWN_OPTIONS and k not in ("params", "param_names")
         }
         named = params if names is None else list(zip(names, params, strict=True))
-        if "lr" in values and "initial_lr" in kept:  # from which a new scheduler would begin
-            kept["initial_lr"] = values["lr"]
-        groups.append({**kept, **values, "params": named})
+        kept["betas"] = tuple(float(beta) for beta in kept["betas"])  # which may be tensors
+        lrs = scheduled_lrs(group, values["lr"]) if "lr" in values else {}
+        groups.append({**kept, **values, **lrs, "params": named})
     return groups
+
+
+def scheduled_lrs(group: Mapping[str, Any], lr: float | Tensor) -> dict[str, Any]:
+    """The lr of a group, and what schedulers keep beside it, so that a schedule goes on with this base lr.
+
+    Many schedulers derive the next lr from the one before. At the end of a schedule, at 0, nothing goes
+    on, and the lr is as it is given.
+    """
+    base = float(group.get("max_lr", group.get("initial_lr", 0.0)))
+    left = float(group["lr"]) / base if base > 0 else 0.0
+    found = {"lr": lr * left if left > 0 else lr}
+    for name in SCHEDULED[1:]:
+        if name in group:
+            found[name] = float(lr) * (float(group[name]) / base) if base > 0 else float(lr)
+    return found
 
 
 def state_from_adamw(
     state_dict: Mapping[str, Any], current: list[dict[str, Any]], exact: bool
 ) -> dict[str, Any]:
-    """What AdamW saved as a checkpoint of an optimizer with these groups, which keep their values.
+    """What AdamW saved as a checkpoint of an optimizer with these groups.
 
     Args:
         exact: whether bfloat16 parameters keep their remainders, which AdamW has not.
     """
     if not is_adamw_state(state_dict):
-        raise ValueError("this is no state_dict of an AdamW: its groups have no amsgrad")
+        raise ValueError(
+            "this is no state_dict of an AdamW: its groups have no amsgrad (a flattened one must be "
+            "loaded into an AdamW first, for NGNMDv1.from_adamw)"
+        )
     if len(state_dict["param_groups"]) != len(current):
         raise ValueError(
             f"AdamW's state has {len(state_dict['param_groups'])} parameter groups and the optimizer "
@@ -83,62 +104,80 @@ def state_from_adamw(
     groups, state = [], {}
     for saved, ours in zip(state_dict["param_groups"], current, strict=True):
         _check_group(saved, True)
-        kept = {k: v for k, v in ours.items() if k != "param_names"}
-        groups.append({**kept, "params": saved["params"]})
-        for index in saved["params"]:
+        names, own_names = saved.get("param_names"), ours.get("param_names")
+        if names is not None and own_names is not None and names != own_names:
+            raise ValueError(
+                f"AdamW's group has the parameters {names} and the optimizer's {own_names}: build the "
+                "optimizer with the same parameters in the same order"
+            )
+        values_of_ours = {name: ours[name] for name in (*VALUES, "algorithm")}
+        groups.append({**values_of_ours, "params": saved["params"]})
+        # Groups of another number of parameters are refused where they are loaded.
+        for index, param in zip(saved["params"], ours["params"], strict=False):
             values = state_dict["state"].get(index)
             if values and float(values["step"]) > 0:
-                state[index] = _converted(values, saved, exact)
+                state[index] = _converted(values, saved, ours)
+                if exact and param.dtype == torch.bfloat16:
+                    state[index][REMAINDER] = torch.zeros_like(values["exp_avg"], dtype=torch.int16)
     return {"state": state, "param_groups": groups}
 
 
 def state_for_adamw(
-    saved: Mapping[str, Any], lrs: list[float], switches: Mapping[str, Any]
+    saved: Mapping[str, Any], lr: float | None, switches: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A checkpoint of an optimizer here as an AdamW with these lrs and switches loads it."""
+    """A checkpoint of an optimizer here as an AdamW with this base lr and switches loads it."""
     groups, state = [], {}
-    for group, lr in zip(saved["param_groups"], lrs, strict=True):
+    for group in saved["param_groups"]:
         kept = {k: v for k, v in group.items() if k not in ("algorithm", "step_cap", "ngn")}
-        if "initial_lr" in kept and lr != group["lr"]:
-            kept["initial_lr"] = lr
-        groups.append({**kept, "lr": lr, **OWN_OPTIONS, **switches})
+        scheduled = {"lr": float(group["lr"])} if lr is None else scheduled_lrs(group, lr)
+        groups.append({**kept, **scheduled, **OWN_OPTIONS, **switches})
         for index in group["params"]:
             values = saved["state"].get(index)
-            if not values or float(values["step"]) == 0:
-                continue
-            v, m = values["exp_avg_sq"], values.get("momentum_buffer")
-            average = torch.zeros_like(v)
-            if m is not None and lr > 0:
-                average = _scaled(m, preconditioner(v, values["step"], group) / lr)
-            # Its step lies on the host; loading moves it where a switch says so.
-            state[index] = {
-                "step": torch.tensor(float(values["step"])),
-                "exp_avg": average,
-                "exp_avg_sq": v.clone(),
-            }
+            if values and float(values["step"]) > 0:
+                state[index] = _for_adamw(values, group, scheduled["lr"])
     return {"state": state, "param_groups": groups}
 
 
-def preconditioner(v: Tensor, step: Any, group: Mapping[str, Any]) -> Tensor:
+def preconditioner(v: Tensor, step: float, group: Mapping[str, Any]) -> Tensor:
     """D, in the real form of v."""
-    bias = 1 - float(group["betas"][1]) ** float(step)
-    return group["eps"] + (_real(v) / bias).sqrt()
+    return group["eps"] + (_real(v) / _bias(group, 1, step)).sqrt()
 
 
-def _converted(values: Mapping[str, Any], group: Mapping[str, Any], exact: bool) -> dict[str, Any]:
+def _bias(group: Mapping[str, Any], moment: int, step: float) -> float:
+    """1 - beta^t, of the first (0) or the second (1) moment."""
+    return 1 - float(group["betas"][moment]) ** step
+
+
+def _converted(
+    values: Mapping[str, Any], group: Mapping[str, Any], ours: Mapping[str, Any]
+) -> dict[str, Any]:
+    """AdamW's state of a parameter as that of an optimizer here, whose betas may be others."""
     if set(values) != STATE:
         raise ValueError(f"AdamW's state has {sorted(values)} where it keeps {sorted(STATE)}")
     v, average = (_wide(values[key]) for key in ("exp_avg_sq", "exp_avg"))
-    step = torch.as_tensor(values["step"], dtype=torch.float32).clone()
+    step = float(values["step"])
     d = preconditioner(v, step, group)
-    state = {
-        "step": step,
-        "exp_avg_sq": v.clone(),
-        "momentum_buffer": _scaled(average, float(group["lr"]) / d),
+    return {
+        "step": torch.as_tensor(values["step"], dtype=torch.float32).clone(),
+        "exp_avg_sq": v * (_bias(ours, 1, step) / _bias(group, 1, step)),
+        "momentum_buffer": _scaled(average, float(group["lr"]) / _bias(group, 0, step) / d),
     }
-    if exact and values["exp_avg"].dtype == torch.bfloat16:
-        state[REMAINDER] = torch.zeros_like(values["exp_avg"], dtype=torch.int16)
-    return state
+
+
+def _for_adamw(values: Mapping[str, Any], group: Mapping[str, Any], lr: float) -> dict[str, Any]:
+    """A parameter's state as that of an AdamW with this lr."""
+    v, m, step = values["exp_avg_sq"], values.get("momentum_buffer"), float(values["step"])
+    average = torch.zeros_like(v)
+    if m is not None and lr > 0:
+        average = _scaled(m, preconditioner(v, step, group) * (_bias(group, 0, step) / lr))
+    elif m is not None and m.any():
+        raise ValueError(
+            "a group has lr 0, from which AdamW's average of gradients does not follow: pass "
+            "adamw_state_dict(lr=...), the base lr of AdamW"
+        )
+    # Its step lies on the host; loading moves it where a switch says so.
+    count = torch.tensor(step, dtype=torch.float32, device="cpu")
+    return {"step": count, "exp_avg": average, "exp_avg_sq": v.clone()}
 
 
 def _check_group(group: Mapping[str, Any], decoupled: bool) -> None:
@@ -147,8 +186,8 @@ def _check_group(group: Mapping[str, Any], decoupled: bool) -> None:
         raise ValueError("maximize=True: minimise the negative loss instead")
     if group.get("amsgrad"):
         raise ValueError(
-            "amsgrad=True keeps the largest second moment, which no optimizer here has: begin "
-            "without its state"
+            "amsgrad=True keeps the largest second moment, which no optimizer here has: begin without "
+            "its state, as in NGNMDv1(adamw.param_groups[0]['params'], lr=...)"
         )
     if group["weight_decay"] and not group.get("decoupled_weight_decay", decoupled):
         raise ValueError(

@@ -42,7 +42,7 @@ from .planning.rows import Participant
 from .planning.tables import DeviceTables, GroupValues, Skips, StepOptions
 from .rules import RULES, Rule, rule_of
 
-# Attributes that an older pickle lacks, with what they were then.
+# Attributes that an older pickle or checkpoint lacks, with what they were then.
 NEWER = {
     "_loss_target": 0.0,
     "_decay_form": "paper",
@@ -157,7 +157,7 @@ class NGNOptimizer(Optimizer):
         self._plan: Plan | None = None
         self._tables: dict[torch.device, DeviceTables] = {}
         self._home: DeviceTables | None = None
-        self._has_grad_norm = False
+        self._knows_grad_norm = False  # perhaps not of the last step, whose norm is then NaN
         self._overdue: SkippedStepError | None = None
         self._last_exchange: Exchange | Alone = ALONE
         self._agreed: tuple[Any, Agreement] = (None, NOTHING_AGREED)
@@ -174,7 +174,7 @@ class NGNOptimizer(Optimizer):
 
     @property
     def loss_floor(self) -> float:
-        return self._loss_floor
+        return self._inner()._loss_floor
 
     @loss_floor.setter
     def loss_floor(self, value: float) -> None:
@@ -183,7 +183,7 @@ class NGNOptimizer(Optimizer):
 
     @property
     def loss_target(self) -> float:
-        return self._loss_target
+        return self._inner()._loss_target
 
     @loss_target.setter
     def loss_target(self, value: float) -> None:
@@ -192,7 +192,7 @@ class NGNOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float | None:
-        return self._max_grad_norm
+        return self._inner()._max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
@@ -202,7 +202,7 @@ class NGNOptimizer(Optimizer):
 
     @property
     def decay_form(self) -> str:
-        return self._decay_form
+        return self._inner()._decay_form
 
     @decay_form.setter
     def decay_form(self, value: str) -> None:
@@ -213,7 +213,7 @@ class NGNOptimizer(Optimizer):
 
     @property
     def on_skip(self) -> str:
-        return self._on_skip
+        return self._inner()._on_skip
 
     @on_skip.setter
     def on_skip(self, value: str) -> None:
@@ -224,17 +224,18 @@ class NGNOptimizer(Optimizer):
 
     @property
     def max_skipped_steps(self) -> int | None:
-        return self._max_skipped_steps
+        return self._inner()._max_skipped_steps
 
     @max_skipped_steps.setter
     def max_skipped_steps(self, value: int | None) -> None:
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"max_skipped_steps={value!r}: must be None or a positive integer")
         self._inner()._max_skipped_steps = value
+        self._inner()._overdue = None
 
     @property
     def backend(self) -> str:
-        return self._backend
+        return self._inner()._backend
 
     @backend.setter
     def backend(self, name: str) -> None:
@@ -257,15 +258,15 @@ class NGNOptimizer(Optimizer):
 
     @property
     def reduce_group(self) -> Any:
-        return self._ranks.reduce_group
+        return self._inner()._ranks.reduce_group
 
     @property
     def replicas(self) -> int | None:
-        return self._ranks.replicas
+        return self._inner()._ranks.replicas
 
     @property
     def loss_reduction(self) -> str:
-        return self._ranks.loss_reduction
+        return self._inner()._ranks.loss_reduction
 
     # Groups
 
@@ -431,7 +432,8 @@ class NGNOptimizer(Optimizer):
                 exchange.fail(error)
             plan.apply()
             plan.finish()
-            self._home, self._has_grad_norm = plan.home, plan.computes_norm
+            self._home = plan.home
+            self._knows_grad_norm |= plan.computes_norm
             skips = plan.home.report.poll_skips()
             if skips is not None:
                 self._tell_of_skips(skips, exchange)
@@ -640,9 +642,10 @@ class NGNOptimizer(Optimizer):
         return None if sizes is None else list(sizes[Size.STEP_SIZES :].unbind())
 
     def _sizes(self) -> Tensor | None:
-        if self._home is None or self.rule.coordinate:
+        inner = self._inner()
+        if inner._home is None or inner.rule.coordinate:
             return None
-        sizes = self._home.report.sizes.clone()
+        sizes = inner._home.report.sizes.clone()
         return None if sizes.is_cpu and sizes[Size.SHRINK].isnan() else sizes
 
     @property
@@ -652,17 +655,19 @@ class NGNOptimizer(Optimizer):
         None where no pass of the step computes it: with RMS or a step size per coordinate, and
         without ``max_grad_norm``.
         """
-        if self._home is None or not self._has_grad_norm:
+        inner = self._inner()
+        if inner._home is None or not inner._knows_grad_norm:
             return None
-        norm = self._home.report.sizes[Size.SQUARED_NORM].sqrt()
+        norm = inner._home.report.sizes[Size.SQUARED_NORM].sqrt()
         return None if norm.is_cpu and norm.isnan() else norm
 
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps were skipped, in whole or in part; an int64 tensor on the device."""
-        device = home_device(self.param_groups) if self._home is None else self._home.device
-        total = torch.full((), self._skipped_before, dtype=torch.int64, device=device)
-        for tables in self._tables.values():
+        inner = self._inner()
+        device = home_device(inner.param_groups) if inner._home is None else inner._home.device
+        total = torch.full((), inner._skipped_before, dtype=torch.int64, device=device)
+        for tables in inner._tables.values():
             total += tables.report.counts[Count.SKIPPED].to(device)
         return total
 
@@ -682,7 +687,8 @@ class NGNOptimizer(Optimizer):
         if sizes is not None:
             found["shrink"] = sizes[Size.SHRINK]
             for group, size in enumerate(sizes[Size.STEP_SIZES :].unbind()):
-                found[f"step_size/{group}" if group else "step_size"] = size
+                if not (size.is_cpu and size.isnan()):  # of a group that has taken no step
+                    found[f"step_size/{group}" if group else "step_size"] = size
         norm = self.grad_norm
         if norm is not None:
             found["grad_norm"] = norm
@@ -766,9 +772,9 @@ class NGNOptimizer(Optimizer):
             for index, (group, place, param) in enumerate(self._all_params())
         ]
         loaded = load(state_dict, self.param_groups, self.defaults, params, self._storage)
-        for name in SAVED_OPTIONS:
+        for name in SAVED_OPTIONS if loaded.options else ():
             mine = getattr(self, name)
-            saved = loaded.options.get(name, mine)
+            saved = loaded.options.get(name, NEWER.get(f"_{name}", mine))
             if saved != mine:
                 warn(
                     f"the loaded run had {name}={saved!r}, and this {type(self).__name__} goes on with "

@@ -245,13 +245,16 @@ class _MomentumAndRms(NGNOptimizer):
         Args:
             adamw: the optimizer so far.
             options: of this optimizer, such as ``loss_target``. An ``lr``, ``betas``, ``eps`` or
-                ``weight_decay`` among them is for all groups, in the place of AdamW's.
+                ``weight_decay`` among them is for all groups, in the place of AdamW's. Where AdamW
+                has a schedule, ``lr`` is the base lr, of which the group gets the part that the
+                schedule has left; a scheduler that is made anew, with its ``last_epoch``, goes on.
         """
         if not RULES[cls.algorithm].regularised:
             options.setdefault("decay_form", "adamw")
         values = {name: options[name] for name in VALUES if name in options}
         groups = groups_from_adamw(adamw, values)
         defaults = {name: adamw.defaults[name] for name in VALUES}
+        defaults["betas"] = tuple(float(beta) for beta in defaults["betas"])
         optimizer = cls(groups, **{**defaults, **options})
         if adamw.state:
             optimizer.load_adamw_state_dict(adamw.state_dict())
@@ -260,12 +263,16 @@ class _MomentumAndRms(NGNOptimizer):
     def load_adamw_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state that a ``torch.optim.AdamW`` with the same groups saved.
 
-        The second moment and the step count are the same here. The momentum becomes the
-        displacement that AdamW would have gone on with, lr exp_avg / D. This optimizer keeps the
-        values of its groups, such as lr and weight decay.
+        The second moment and the step count are the same here. The momentum becomes AdamW's last
+        displacement, lr exp_avg / ((1 - beta1^t) D). This optimizer keeps the values of its groups,
+        such as lr and weight decay.
         """
-        exact = self._storage.rounding == "exact"
-        self.load_state_dict(state_from_adamw(state_dict, self.param_groups, exact))
+        inner = self._inner()
+        exact = inner._storage.rounding == "exact"
+        kept = [dict(group) for group in inner.param_groups]
+        inner.load_state_dict(state_from_adamw(state_dict, kept, exact))
+        for group, values in zip(inner.param_groups, kept, strict=True):
+            group.update(values)
 
     def adamw_state_dict(
         self,
@@ -277,20 +284,21 @@ class _MomentumAndRms(NGNOptimizer):
     ) -> dict[str, Any]:
         """A ``state_dict`` that a ``torch.optim.AdamW`` with the same groups loads.
 
-        The way back of ``load_adamw_state_dict``: exp_avg = m D / lr, with which AdamW goes on at the
-        speed of this run. With ``decay_form="paper"`` the momentum has decay in it, which AdamW
-        takes for gradients until it has forgotten it.
+        The way back of ``load_adamw_state_dict``, with which AdamW goes on at the speed of this run.
+        With ``decay_form="paper"`` the momentum has decay in it, which AdamW takes for gradients until
+        it has forgotten it.
 
         Args:
-            lr: AdamW's, in all groups; by default that of each group, which AdamW then has to use.
-            fused, foreach, capturable: AdamW's, which it takes from the state_dict that it loads.
+            lr: AdamW's base lr, in all groups, of which each gets the part that a schedule has left;
+                by default that of each group, which AdamW then has to use.
+            fused: AdamW's, which it takes from the state_dict that it loads.
+            foreach: the same.
+            capturable: the same.
         """
         if lr is not None:
             require("lr", lr, "in [0, inf)", lambda v: 0 <= v < math.inf)
         switches = {"fused": fused, "foreach": foreach, "capturable": capturable}
-        saved = self.state_dict()
-        lrs = [float(group["lr"] if lr is None else lr) for group in saved["param_groups"]]
-        return state_for_adamw(saved, lrs, switches)
+        return state_for_adamw(self.state_dict(), lr, switches)
 
     def __init__(
         self,

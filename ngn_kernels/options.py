@@ -67,7 +67,7 @@ def check_group_names(names: Iterable[str], known: Iterable[str], owner: str) ->
         advice = FOREIGN_OPTIONS.get(name)
         if advice is None and name in torch_keywords() - {"params", "defaults"}:
             advice = "leave it out: it is an option of another optimizer"
-        if advice is None and near and near[0] not in name:  # such as max_momentum
+        if advice is None and near and not name.endswith(near[0]):  # such as max_momentum
             advice = f"did you mean {near[0]}?"
         if advice is not None:
             raise TypeError(f"{owner} has no option {name}, which a group has: {advice}")

@@ -22,6 +22,10 @@ def groups(
             a head that is tied to one.
         values: further values of both groups, such as ``lr``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"groups takes the model itself, a torch.nn.Module, not {type(model).__name__}"
+        )
     embeddings = {
         id(module.weight)
         for module in model.modules()

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 from extent import Extent, extent_of
-from helpers import DTYPES, replace_backend
+from helpers import DTYPES, IMPORTS_COMPILER, replace_backend
 
 from ngn_kernels.backends import availability
 from ngn_kernels.planning import signature
@@ -30,6 +30,8 @@ SIMULATED = False  # whether the CUDA engine runs, in a simulator
 
 # The tensors are small: a second thread would only wait.
 torch.set_num_threads(1)
+
+collect_ignore = [] if IMPORTS_COMPILER else ["test_torch_suite.py"]
 
 
 def runnable_backends() -> list[str]:

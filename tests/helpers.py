@@ -62,6 +62,16 @@ def random_columns(
     ]
 
 
+TIES_GRADIENTS = not hasattr(Tensor, "grad_dtype")
+OWN_GRADIENT_TYPES = pytest.mark.skipif(TIES_GRADIENTS, reason="this torch ties the two dtypes")
+# Beside a Triton that is new enough for the kernels, older torch imports no compiler and no test helpers.
+IMPORTS_COMPILER = torch.__version__ >= (2, 8)
+FSDP2_ON_ONE_CPU = pytest.mark.skipif(
+    torch.__version__ < (2, 7), reason="this torch's FSDP2 wants streams of a GPU"
+)
+COMPILES = pytest.mark.skipif(not IMPORTS_COMPILER, reason="this torch needs an older Triton")
+
+
 def random_gradients(
     params: Iterable[Tensor], seed: int, norm: float = 1.0, dtype: torch.dtype | None = None
 ) -> None:

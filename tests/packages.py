@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "packaging.md"
 TABLE = re.compile(r"(<!-- sizes:start -->\n).*(<!-- sizes:end -->)", re.S)
 ROW = re.compile(r"^\| (\S+) \| ([\d,]+) kB \|", re.M)
 PICTURE = re.compile(r"\.(png|svg|jpg|gif|pdf)$")
-RECORD = re.compile(r"(^|/)results/|\.jsonl$|\.ipynb$")
+RECORD = re.compile(r"(^|/)results/|\.jsonl$")
 GROWTH = 1.2
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import NGNM, NGNMDv1
-from helpers import random_gradients, snapshot
+from helpers import COMPILES, FSDP2_ON_ONE_CPU, random_gradients, snapshot
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn import Parameter
@@ -828,6 +828,7 @@ def test_ddp_replaces_gradients(view: bool, no_sync: bool, clear: Callable[[Run]
         run.optimizer.step(loss=loss)
 
 
+@FSDP2_ON_ONE_CPU
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("hooked", [True, False], ids=["hooks run", "no hooks"])
 @pytest.mark.parametrize("clear", [set_to_none, by_hand])
@@ -910,6 +911,7 @@ assert not [r for r in counters["graph_break"] if any(name in r for name in insi
 """
 
 
+@COMPILES
 @pytest.mark.parametrize("what", ["model", "whole", "autograd"])
 def test_compiled_code_is_not_compiled_again(what: str, tmp_path: Path) -> None:
     script = tmp_path / "compiled.py"

@@ -188,6 +188,8 @@ TYPOS = {
     "wieght_decay": "did you mean weight_decay?",
     "LR": "did you mean lr?",
     "beta": "did you mean betas?",
+    "step_caps": "did you mean step_cap?",
+    "loss_targets": "did you mean loss_target?",
     "max_grad_nrom": "did you mean max_grad_norm?",
     "learning_rate": "it is lr here",
     "fused": "leave it out: every step is fused",

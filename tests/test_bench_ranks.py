@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from bench_runs import Bench, record_of, run
+from helpers import FSDP2_ON_ONE_CPU
 from ngn_bench.pages import readme
 from ngn_bench.timing import projection, ranks
 
 TINY = ["--tensors", "3", "--seconds", "0.05"]
 
 
+@FSDP2_ON_ONE_CPU
 def test_processes_are_started_and_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from algorithms import EVERY, NGNM, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
 from helpers import (
+    OWN_GRADIENT_TYPES,
     assert_unchanged,
     params_of,
     random_columns,
@@ -95,6 +96,7 @@ def test_unusual_gradients_in_every_bucket(algorithm: Algorithm, backend: str) -
     Pair(algorithm, optimizer).checked_step(0.7)
 
 
+@OWN_GRADIENT_TYPES
 def test_gradients_that_turn_to_another_type(backend: str) -> None:
     optimizer = three_buckets(NGNMDv1, backend)
     for k, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):

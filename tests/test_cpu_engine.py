@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from algorithms import EVERY, Algorithm
+from helpers import OWN_GRADIENT_TYPES
 from torch import Tensor
 
 import ngn_kernels
@@ -205,7 +206,7 @@ def test_half_precision_conversions_are_exact() -> None:
         assert torch.equal(param.detach().view(torch.int16), before.view(torch.int16))
 
 
-@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch ties the two dtypes")
+@OWN_GRADIENT_TYPES
 def test_narrowing_rounds_like_torch() -> None:
     """x - c g, with h so large that rho is 1: one rounding from float32, to nearest even."""
     for dtype in (torch.float16, torch.bfloat16):

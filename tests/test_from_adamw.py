@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,10 +77,12 @@ def test_what_is_taken_over(cls: Any, of_params: torch.dtype, backend: str) -> N
                 torch.view_as_real(t) if t.is_complex() else t.double()
                 for t in (known["exp_avg_sq"], known["exp_avg"])
             )
-            d = theirs["eps"] + (v / (1 - theirs["betas"][1] ** 30)).sqrt()
+            beta1, beta2 = theirs["betas"]
+            d = theirs["eps"] + (v / (1 - beta2**30)).sqrt()
             m = state["momentum_buffer"]
             m = torch.view_as_real(m) if m.is_complex() else m
-            assert torch.allclose(m.double(), (theirs["lr"] * average / d).double(), rtol=1e-4)
+            wanted = theirs["lr"] * average / (1 - beta1**30) / d
+            assert torch.allclose(m.double(), wanted.double(), rtol=1e-4)
     assert optimizer.decay_form == ("paper" if cls is NGNMDv1W else "adamw")
 
 
@@ -212,6 +216,180 @@ def test_a_first_step_that_was_skipped_leaves_no_state_behind() -> None:
     assert not optimizer.state
 
 
+SCHEDULERS = {
+    "lambda": lambda o, at: torch.optim.lr_scheduler.LambdaLR(
+        o, lambda k: 1 - k / 60, last_epoch=at
+    ),
+    "cosine": lambda o, at: torch.optim.lr_scheduler.CosineAnnealingLR(o, 60, last_epoch=at),
+    "linear": lambda o, at: torch.optim.lr_scheduler.LinearLR(
+        o, 1.0, 0.0, total_iters=60, last_epoch=at
+    ),
+    "exponential": lambda o, at: torch.optim.lr_scheduler.ExponentialLR(o, 0.95, last_epoch=at),
+}
+
+
+# Older ones take a step more where they begin with a last epoch.
+RECURSIVE = pytest.mark.skipif(torch.__version__ < (2, 8), reason="of torch's own")
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[RECURSIVE] if name in ("linear", "exponential") else [])
+        for name, make in SCHEDULERS.items()
+    ],
+)
+@pytest.mark.parametrize(
+    "lr", [1.0, torch.tensor(1.0, dtype=torch.float64)], ids=["float", "tensor"]
+)
+def test_a_schedule_goes_on(make: Any, lr: Any) -> None:
+    """Made anew with its last epoch, there and back; the lr is what the schedule leaves of the new one."""
+    (param,) = params = [Parameter(torch.ones(3, dtype=torch.float64))]
+    adamw = AdamW(params, lr=3e-3, weight_decay=0.0)
+    adamw_beside = AdamW([Parameter(torch.ones(3))], lr=3e-3)
+    schedule, beside = make(adamw, -1), make(adamw_beside, -1)
+
+    def steps(optimizer: Any, count: int, unit: float, **loss: float) -> None:
+        nonlocal schedule
+        for _ in range(count):
+            left = adamw_beside.param_groups[0]["lr"] / 3e-3
+            assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(unit * left, rel=1e-9)
+            param.grad = torch.ones_like(param)
+            optimizer.step(**loss)
+            schedule.step()
+            beside.step()
+
+    steps(adamw, 20, 3e-3)
+    optimizer = NGNMDv1.from_adamw(adamw, lr=lr, loss_floor=-1e30)
+    initial = optimizer.param_groups[0]["initial_lr"]
+    schedule = make(optimizer, beside.last_epoch - 1)
+    assert initial == 1.0 and optimizer.param_groups[0]["initial_lr"] is not lr
+    steps(optimizer, 15, 1.0, loss=0.0)
+    m = optimizer.state[param]["momentum_buffer"].clone()
+    back = AdamW(params, lr=3e-3, weight_decay=0.0)
+    back.load_state_dict(optimizer.adamw_state_dict(lr=3e-3))
+    schedule = make(back, beside.last_epoch - 1)
+    # With a gradient of 0 AdamW goes on at the speed of the run, as its lr falls.
+    before, lr_before = param.detach().clone(), back.param_groups[0]["lr"]
+    param.grad = torch.zeros_like(param)
+    back.step()
+    bias = (1 - 0.9**35) / (1 - 0.9**36) * (1 - 0.999**36) ** 0.5 / (0.999 * (1 - 0.999**35)) ** 0.5
+    wanted = 0.9 * m * bias * lr_before / (3e-3 * (1.0 if lr_before == 0 else lr_before / 3e-3))
+    assert torch.allclose(before - param.detach(), wanted, rtol=1e-6)
+    schedule.step()
+    beside.step()
+    steps(back, 5, 3e-3)
+
+
+def test_after_the_end_of_a_schedule_a_new_one_begins() -> None:
+    adamw = trained_adamw()
+    schedule = torch.optim.lr_scheduler.LinearLR(adamw, 1.0, 0.0, total_iters=2)
+    for _ in range(2):
+        adamw.step()
+        schedule.step()
+    optimizer = NGNMDv1.from_adamw(adamw, lr=1.0)
+    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 1.0]
+    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 1.0]
+
+
+def test_one_cycle_goes_on() -> None:
+    def cycle(optimizer: Any, peak: float, at: int) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, peak, total_steps=60, cycle_momentum=False, last_epoch=at
+        )
+
+    adamw, other = (AdamW([Parameter(torch.ones(3))]) for _ in range(2))
+    schedules = cycle(adamw, 3e-3, -1), cycle(other, 1.0, -1)
+    for _ in range(30):
+        for optimizer, schedule in zip((adamw, other), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+    optimizer = NGNMDv1.from_adamw(adamw, lr=1.0)
+    cycle(optimizer, 1.0, 29)
+    for name in ("lr", "max_lr", "min_lr", "initial_lr"):
+        assert optimizer.param_groups[0][name] == pytest.approx(other.param_groups[0][name])
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10])
+def test_short_runs_go_on_at_their_speed(steps: int) -> None:
+    """AdamW divides by 1 - beta1^t; the last displacement is the momentum."""
+    (param,) = params = [Parameter(torch.ones(3, dtype=torch.float64))]
+    adamw = AdamW(params, lr=1e-3, weight_decay=0.0)
+    for _ in range(steps):
+        before = param.detach().clone()
+        param.grad = torch.full_like(param, 0.1)
+        adamw.step()
+    optimizer = NGNMDv1.from_adamw(adamw, betas=(0.9, 0.95))
+    state = optimizer.state[param]
+    assert torch.allclose(state["momentum_buffer"], before - param.detach(), rtol=1e-6)
+    size = (state["exp_avg_sq"] / (1 - 0.95**steps)).sqrt()
+    assert torch.allclose(size, torch.full_like(size, 0.1)), "with the other beta2"
+
+
+def test_values_of_the_groups_stay_what_they_are(backend: str) -> None:
+    adamw = trained_adamw()
+    lr, lock = torch.tensor(0.5), threading.Lock()
+    adamw.param_groups[0]["lock"] = lock
+    optimizer = NGNMDv1.from_adamw(adamw, lr=lr, backend=backend)
+    assert optimizer.param_groups[0]["lr"] is lr and optimizer.param_groups[0]["lock"] is lock
+    lr.fill_(0.0)
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    for group in optimizer.param_groups:
+        group["betas"] = (0.0, 0.999)
+    random_gradients(params_of(optimizer), seed=0)
+    optimizer.step(loss=1.0)
+    assert all(torch.equal(p, b) for p, b in zip(params_of(optimizer), before, strict=True))
+
+
+def test_betas_may_be_tensors() -> None:
+    betas = (torch.tensor(0.9), torch.tensor(0.95))
+    adamw = AdamW(new_params(), lr=torch.tensor(1e-2), betas=betas, capturable=True, foreach=False)
+    group = NGNMDv1.from_adamw(adamw).param_groups[0]
+    assert group["betas"] == pytest.approx((0.9, 0.95))
+
+
+def test_an_lr_of_0_says_nothing_of_adamws_average() -> None:
+    optimizer = NGNMDv1.from_adamw(trained_adamw(), lr=0.5)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    with pytest.raises(ValueError, match=r"lr 0.*adamw_state_dict\(lr=\.\.\.\)"):
+        optimizer.adamw_state_dict()
+    average = optimizer.adamw_state_dict(lr=1e-3)["state"][0]["exp_avg"]
+    assert average.isfinite().all() and average.any()
+
+
+def test_step_counts_do_not_follow_defaults() -> None:
+    optimizer = NGNMDv1.from_adamw(trained_adamw())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (step, *_) = (s["step"] for s in optimizer.adamw_state_dict()["state"].values())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert step.dtype == torch.float32 and step == 30
+
+
+def test_other_names_are_refused() -> None:
+    one, two = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    adamw = AdamW([("one", one), ("two", two)])
+    with pytest.raises(ValueError, match=r"\['one', 'two'\] and the optimizer's \['two', 'one'\]"):
+        NGNMDv1([("two", two), ("one", one)]).load_adamw_state_dict(adamw.state_dict())
+
+
+def test_a_run_in_float32_goes_on_in_bfloat16_with_exact_rounding() -> None:
+    model = nn.Linear(4, 4)
+    adamw = AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    adamw.step()
+    model.bfloat16()
+    optimizer = NGNMDv1.from_adamw(adamw, rounding="exact")
+    for param in model.parameters():
+        assert optimizer.state[param]["remainder"].dtype == torch.int16
+        param.grad = torch.ones_like(param)
+    optimizer.step(loss=1.0)
+
+
 def test_a_new_lr_is_that_of_new_schedules_too() -> None:
     adamw = trained_adamw()
     torch.optim.lr_scheduler.LambdaLR(adamw, lambda k: 0.5)
@@ -269,7 +447,7 @@ def test_a_bad_lr_for_adamw_is_refused(lr: Any) -> None:
 def test_an_adam_of_a_torch_that_knew_no_decoupled_decay() -> None:
     adam, adamw = Adam(new_params(), weight_decay=0.1), AdamW(new_params(), weight_decay=0.1)
     for optimizer in (adam, adamw):
-        del optimizer.param_groups[0]["decoupled_weight_decay"]
+        optimizer.param_groups[0].pop("decoupled_weight_decay", None)
     with pytest.raises(ValueError, match="Adam's weight_decay is a part of the gradient"):
         NGNMDv1.from_adamw(adam)
     assert NGNMDv1.from_adamw(adamw).param_groups[0]["weight_decay"] == 0.1
@@ -326,8 +504,16 @@ def test_what_has_no_counterpart_is_refused(make: Any, message: str) -> None:
 
 
 def test_other_optimizers_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"AdamW or Adam, not SGD"):
+    with pytest.raises(TypeError, match=r"AdamW or Adam, not SGD$"):
         NGNMDv1.from_adamw(torch.optim.SGD(new_params()))
+    wrapper: Any = SimpleNamespace(optim=trained_adamw())
+    with pytest.raises(TypeError, match=r"not SimpleNamespace; pass its \.optim$"):
+        NGNMDv1.from_adamw(wrapper)
+
+
+def test_groups_of_what_is_no_model_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"the model itself, a torch\.nn\.Module, not generator"):
+        groups(nn.Linear(2, 2).parameters(), weight_decay=0.1)
 
 
 @pytest.mark.parametrize("saving", CLASSES)
@@ -517,7 +703,7 @@ def test_every_class_says_all_its_options() -> None:
     shared = inspect.signature(NGNOptimizer.__init__).parameters
     wanted = {name: p.default for name, p in shared.items() if p.kind is p.KEYWORD_ONLY}
     for cls in CLASSES:
-        own = inspect.signature(cls).parameters
+        own = inspect.signature(cls.__init__).parameters
         assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in own.values()), cls
         assert {name: own[name].default for name in wanted} == wanted
         assert own["step_cap"].default is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from importlib import metadata
 
 import pytest
 import torch
@@ -186,6 +187,8 @@ def test_the_preconditioner_is_the_corrected_root_mean_square(name: str) -> None
 )
 def test_the_coordinates_step_sizes_are_what_was_taken(name: str, lr: float) -> None:
     """Without momentum, a step is γ/D times the gradient."""
+    if name == "adabelief" and int(metadata.version("pytorch_optimizer").split(".")[0]) < 4:
+        pytest.skip("its AdaBelief was another one")
     parts, loss = problem()
     optimizer = optimizers.make(name, parts, lr, betas=(0.0, 0.9))
     for _ in range(3):

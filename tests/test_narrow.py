@@ -14,6 +14,7 @@ from conftest import runnable_backends
 from extent import Extent
 from helpers import (
     GPU_ENGINES,
+    OWN_GRADIENT_TYPES,
     copies_of,
     params_of,
     random_columns,
@@ -367,7 +368,7 @@ def test_a_new_memory_order_keeps_the_numbers_near(backend: str, state: Any) -> 
     pair.checked_step(1.0)
 
 
-@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch ties the two dtypes")
+@OWN_GRADIENT_TYPES
 @EVERY_STATE
 def test_a_float64_gradient(backend: str, state: Any) -> None:
     if backend in GPU_ENGINES:

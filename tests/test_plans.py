@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv1W
-from helpers import GPU_ENGINES, params_of, random_gradients, snapshot
+from helpers import GPU_ENGINES, OWN_GRADIENT_TYPES, params_of, random_gradients, snapshot
 from layouts import LAYOUTS
 from pair import Pair
 from steps import train
@@ -179,7 +179,7 @@ def test_a_plan_is_freed_at_once(backend: str) -> None:
         gc.enable()
 
 
-@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch ties the two dtypes")
+@OWN_GRADIENT_TYPES
 def test_a_parameter_joins_where_another_gradient_changes_its_type(backend: str) -> None:
     p, q = Parameter(torch.ones(4)), Parameter(torch.ones(4))
     p.grad_dtype = None

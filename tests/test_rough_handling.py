@@ -18,6 +18,7 @@ import pytest
 import torch
 from algorithms import EVERY, NGND, NGNM, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
 from helpers import (
+    COMPILES,
     GPU_ENGINES,
     SHAPES,
     fresh,
@@ -618,6 +619,7 @@ except Exception as error:
 """
 
 
+@COMPILES
 def test_a_compiled_training_step(backend: str, tmp_path: Path) -> None:
     """One break of the graph, no word about our code, the same numbers."""
     if backend in GPU_ENGINES:
@@ -687,6 +689,43 @@ class WrapperOfLightning:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
+
+
+class CopyingWrapper(WrapperOfLightning):
+    """As older ones make them: with a copy of the optimizer's __dict__ from before its first step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__dict__ = dict(optimizer.__dict__)
+        super().__init__(optimizer)
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+
+def test_a_wrapper_that_copies_shows_the_optimizers_numbers() -> None:
+    optimizer = ngn_kernels.NGNM([with_grad(torch.ones(3))])
+    wrapper: Any = CopyingWrapper(optimizer)
+    wrapper.loss_target, wrapper.max_skipped_steps = 0.5, 9
+    assert (wrapper.loss_target, wrapper.max_skipped_steps) == (0.5, 9)
+    for loss in (1.0, float("nan")):
+        wrapper.add_loss(loss)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ngn_kernels.SkippedStepWarning)
+            wrapper.step()
+        assert wrapper.metrics(as_floats=True) == optimizer.metrics(as_floats=True)
+        params_of(optimizer)[0].grad = torch.ones(3)
+    assert wrapper.metrics(as_floats=True)["ngn/skipped_steps"] == 1
+    assert wrapper.shrink is not None and wrapper.grad_norm is not None
+
+
+def test_adamws_state_is_loaded_into_a_wrapper_with_exact_rounding() -> None:
+    param = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    adamw = torch.optim.AdamW([param])
+    param.grad = torch.ones_like(param)
+    adamw.step()
+    wrapper: Any = WrapperOfLightning(ngn_kernels.NGNMDv1([param], rounding="exact"))
+    wrapper.load_adamw_state_dict(adamw.state_dict())
+    assert int(wrapper.state[param]["step"]) == 1
 
 
 @pytest.mark.parametrize(

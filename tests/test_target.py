@@ -148,25 +148,26 @@ def test_copies(way: Any) -> None:
 
 @pytest.mark.parametrize("algorithm", [NGNMDv1, NGNMDv2], ids=str)
 def test_a_norm_is_of_the_last_applied_step(algorithm: Algorithm, backend: str) -> None:
-    """Clipping begins with a step that is skipped: the one before has computed no norm."""
+    """Clipping begins and ends with a step that is skipped."""
     optimizer = algorithm.simple([Parameter(torch.ones(4))], backend=backend)
     (p,) = params_of(optimizer)
     known = []
-    for clipping, gradient in (
-        (None, 2.0),
-        (1.0, float("inf")),
-        (1.0, 2.0),
-        (None, 1.0),
-        (1.0, 3.0),
+    for clipping, gradient, loss in (
+        (None, 2.0, 1.0),
+        (1.0, float("inf"), 1.0),
+        (1.0, 2.0, 1.0),
+        (None, 5.0, float("nan")),
+        (None, 1.0, 1.0),
+        (1.0, 3.0, 1.0),
     ):
         optimizer.max_grad_norm = clipping
         p.grad = torch.full((4,), gradient)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SkippedStepWarning)
-            optimizer.step(loss=1.0)
+            optimizer.step(loss=loss)
         norm = optimizer.grad_norm
         known.append(None if norm is None else float(norm))
-    assert known == [None, None, 4.0, None, 6.0]
+    assert known == [None, None, 4.0, 4.0, None, 6.0]
 
 
 @pytest.mark.parametrize("value", [1, 1.0, -0.1, float("nan"), float("inf"), "0.5", None, True])
