@@ -137,11 +137,11 @@ __device__ inline void reduce_span(const Launch& launch, const Work& work, int64
   }
 }
 
-// The sum over all threads of a block, in a fixed order; thread 0 has it.
+// The sum over all threads of a block, in a fixed order; thread 0 has it. Between two sums through the same
+// `of_warps` there must be a barrier.
 __device__ inline double sum_threads(double value, double* of_warps) {
 #pragma unroll
   for (int lanes = WARP / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(EVERY_LANE, value, lanes);
-  __syncthreads();  // an earlier sum has been read
   if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = value;
   __syncthreads();
   double total = 0;
@@ -165,7 +165,7 @@ __device__ inline bool take_ticket(const Launch& launch) {
 template <bool RMS, bool REGULARISED, Storage STORAGE>
 __device__ inline void reduce(const Launch& launch) {
   __shared__ Work work;
-  __shared__ double of_warps[WARPS];
+  __shared__ double of_warps[2][WARPS];
   __shared__ bool is_last;
   const Bucket& bucket = launch.bucket;
   constexpr Rule rule = {false, false, RMS, REGULARISED, false};
@@ -184,8 +184,8 @@ __device__ inline void reduce(const Launch& launch) {
   if (n_tail > 0) {
     reduce_span<RMS, REGULARISED, STORAGE, Apart>(launch, work, work.begin + work.n_aligned, n_tail, weighted, alignment);
   }
-  weighted = sum_threads(weighted, of_warps);
-  if (REGULARISED) alignment = sum_threads(alignment, of_warps);
+  weighted = sum_threads(weighted, of_warps[0]);
+  if (REGULARISED) alignment = sum_threads(alignment, of_warps[1]);
   if (threadIdx.x == 0) {
     // Each rank that holds the same elements contributes its part of these sums.
     const Group& group = bucket.groups[work.row.group];
@@ -203,9 +203,9 @@ __device__ inline void reduce(const Launch& launch) {
     if (REGULARISED) total.alignment += bucket.partials[i].alignment;
     if (!RMS) total.norm += bucket.partials[i].norm;
   }
-  total.weighted = sum_threads(total.weighted, of_warps);
-  if (REGULARISED) total.alignment = sum_threads(total.alignment, of_warps);
-  if (!RMS) total.norm = sum_threads(total.norm, of_warps);
+  total.weighted = sum_threads(total.weighted, of_warps[0]);
+  if (REGULARISED) total.alignment = sum_threads(total.alignment, of_warps[1]);
+  if (!RMS) total.norm = sum_threads(total.norm, of_warps[1]);
   if (threadIdx.x == 0) {
     Sums& sums = bucket.sums[bucket.index];
     sums.weighted = total.weighted;
