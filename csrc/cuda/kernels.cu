@@ -356,7 +356,7 @@ __device__ inline void apply(const Launch& launch) {
   if (n_tail > 0) {
     kept |= apply_span<MOMENTUM, COORDINATE, RMS, STORAGE, Apart>(launch, work, work.begin + work.n_aligned, n_tail);
   }
-  // All threads have read the step count of their row before the last block advances it.
+  // Step counts and sums are thread 0's alone: it has read them before it takes the ticket.
   const bool any_kept = __syncthreads_or(kept);
   if (threadIdx.x == 0) {
     if (any_kept) {
