@@ -24,6 +24,12 @@ FIX = (
     "without the extension: every optimizer works then, on CPUs with plain torch operations that "
     "are 15 to 55 times slower"
 )
+CUDA = os.environ.get("NGN_CUDA", "auto")
+CUDA_FIX = (
+    " With NGN_CUDA=on it also needs nvcc; CMake's message above says what is missing."
+    if CUDA == "on"
+    else ""
+)
 
 
 class Build(build):
@@ -59,14 +65,14 @@ class CMakeBuild(build_ext):
                 f"-DPython_EXECUTABLE={Path(sys.executable).as_posix()}",
                 f"-Dpybind11_DIR={Path(pybind11.get_cmake_dir()).as_posix()}",
                 f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent.as_posix()}",
-                f"-DNGN_CUDA={os.environ.get('NGN_CUDA', 'auto')}",
+                f"-DNGN_CUDA={CUDA}",
                 *shlex.split(os.environ.get("NGN_CMAKE_ARGS", "")),
             ]  # fmt: skip
             subprocess.run(configure, check=True)
             subprocess.run(["cmake", "--build", str(build)], check=True)
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
             raise SystemExit(
-                f"ngn_kernels: the C++ extension was not built ({error}): {FIX}."
+                f"ngn_kernels: the C++ extension was not built ({error}): {FIX}.{CUDA_FIX}"
             ) from error
         if not target.exists():
             raise SystemExit(f"ngn_kernels: CMake made no {target.name}")
