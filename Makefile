@@ -12,7 +12,7 @@ RELEASE := .venv-release
 CONSTRAINTS ?= constraints.txt
 SOURCES := $(wildcard csrc/*.py csrc/*/*) ngn_kernels/layout.py CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-python test-ranks test-trainers test-triton test-ptx test-gpu examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 platforms package wheels sdist workflows actionlint notebook site clean
+.PHONY: help test test-python test-ranks test-trainers test-triton test-cuda test-ptx test-gpu examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 platforms package wheels sdist workflows actionlint notebook site clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-ranks   2 and 4 processes: DDP, FSDP2, HSDP, tensor parallel, ZeRO-1, pipelines"
 	@echo "make bench        build, then the step benchmark against AdamW (about 90 s)"
 	@echo "make test-triton  the GPU kernels in Triton's interpreter (minutes)"
+	@echo "make test-cuda    the same for the CUDA kernels, which a simulator runs (minutes)"
 	@echo "make test-ptx     the GPU kernels compiled for every target, and run in a simulator (minutes)"
 	@echo "make test-gpu     the GPU kernels on a GPU"
 	@echo "make test-trainers HF Trainer, Accelerate, TRL, Lightning, Ignite; timm, LitGPT, torchtitan (2 minutes)"
@@ -42,8 +43,9 @@ help:
 	@echo "make workflows    the files of .github against their schema, and for what is unsafe in them"
 	@echo "make actionlint   the workflows with actionlint, which it downloads from GitHub"
 
-COMPILED := tests/ptxsim tests/test_triton_simulated.py tests/test_triton_races.py tests/test_triton_formats.py \
-	tests/test_triton_compiled.py tests/test_triton_compiled_mixed.py
+COMPILED := tests/ptxsim tests/test_gpu_simulated.py tests/test_gpu_races.py tests/test_gpu_bits.py \
+	tests/test_triton_races.py tests/test_triton_formats.py tests/test_triton_compiled.py \
+	tests/test_triton_compiled_mixed.py tests/test_cuda_compiled.py
 
 test: $(BUILT)
 	$(BIN)/python -m pytest -q tests $(addprefix --ignore ,$(COMPILED) tests/ranks tests/trainers tests/integrations tests/examples)
@@ -72,6 +74,17 @@ test-triton: $(BUILT)
 		-k "kept or keep or cannot or overflows or orders or both or bits_of_the_table or \
 			(NGNMDv1W and not triton-bfloat16 and not triton-float16)"
 
+test-cuda: $(BUILT)
+	$(BIN)/python -m pytest -q --backend cuda -m essential \
+		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py tests/test_buckets.py
+	$(BIN)/python -m pytest -q --backend cuda \
+		tests/test_target.py tests/test_decay_form.py \
+		-k "(0.8 and clipping) or telemetry or keeps_the_norm or scales or test_steps[ or narrow_state"
+	$(BIN)/python -m pytest -q --backend cuda -m essential tests/test_layouts.py \
+		-k "float32 or expanded or complex"
+	$(BIN)/python -m pytest -q --backend cuda -m essential tests/test_narrow.py tests/test_rounding.py \
+		-k "kept or keep or cannot or overflows or orders or both or NGNMDv1W"
+
 test-gpu: $(BUILT)
 	$(BIN)/python -m pytest -q tests/test_gpu.py
 
@@ -88,7 +101,8 @@ lint: $(BUILT)
 
 types: $(BUILT)
 	$(BIN)/mypy ngn_kernels bench
-	$(BIN)/python -m mypy.stubtest ngn_kernels._cpu --allowlist tests/stubtest.txt
+	$(BIN)/python -m mypy.stubtest ngn_kernels._cpu $$(ls ngn_kernels | sed -n 's/^_cuda\..*so$$/ngn_kernels._cuda/p') \
+		--allowlist tests/stubtest.txt --ignore-unused-allowlist
 
 bench: $(BUILT)
 	mkdir -p build

@@ -15,6 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 PACKAGES = ("ngn_kernels", "ngn_bench")
+MODULES = ("ngn_kernels._cpu", "ngn_kernels._cuda")
 WITHOUT = os.environ.get("NGN_EXTENSION") == "0"
 """Build a wheel for every platform, without the C++ extension."""
 FIX = (
@@ -22,6 +23,12 @@ FIX = (
     "LLVM's clang++, with CXX=clang++) and repeat the command, or set NGN_EXTENSION=0 to install "
     "without the extension: every optimizer works then, on CPUs with plain torch operations that "
     "are 15 to 55 times slower"
+)
+CUDA = os.environ.get("NGN_CUDA", "auto")
+CUDA_FIX = (
+    " With NGN_CUDA=on it also needs nvcc; CMake's message above says what is missing."
+    if CUDA == "on"
+    else ""
 )
 
 
@@ -35,12 +42,19 @@ class Build(build):
 
 
 class CMakeBuild(build_ext):
-    """Build `ngn_kernels._cpu`, or fail: pip would keep a wheel without it and install it again."""
+    """Build `ngn_kernels._cpu`, or fail: pip would keep a wheel without it and install it again.
 
-    def build_extension(self, ext: Extension) -> None:
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+    `ngn_kernels._cuda` is built with it if NGN_CUDA says so: `auto` (where nvcc is found), `on` or `off`.
+    """
+
+    def build_extensions(self) -> None:
+        targets = {
+            ext.name: Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions
+        }
+        target = targets["ngn_kernels._cpu"]
         build = Path(self.build_temp).resolve()
-        target.unlink(missing_ok=True)
+        for stale in targets.values():
+            stale.unlink(missing_ok=True)
         # It has the paths of the isolated environment of an earlier build, which is gone.
         (build / "CMakeCache.txt").unlink(missing_ok=True)
         try:
@@ -51,19 +65,22 @@ class CMakeBuild(build_ext):
                 f"-DPython_EXECUTABLE={Path(sys.executable).as_posix()}",
                 f"-Dpybind11_DIR={Path(pybind11.get_cmake_dir()).as_posix()}",
                 f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent.as_posix()}",
+                f"-DNGN_CUDA={CUDA}",
                 *shlex.split(os.environ.get("NGN_CMAKE_ARGS", "")),
             ]  # fmt: skip
             subprocess.run(configure, check=True)
             subprocess.run(["cmake", "--build", str(build)], check=True)
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
             raise SystemExit(
-                f"ngn_kernels: the C++ extension was not built ({error}): {FIX}."
+                f"ngn_kernels: the C++ extension was not built ({error}): {FIX}.{CUDA_FIX}"
             ) from error
         if not target.exists():
             raise SystemExit(f"ngn_kernels: CMake made no {target.name}")
+        # What setuptools packs, and links to in an editable installation.
+        self.extensions = [ext for ext in self.extensions if targets[ext.name].exists()]
 
 
 setup(
-    ext_modules=[] if WITHOUT else [Extension("ngn_kernels._cpu", sources=[])],
+    ext_modules=[] if WITHOUT else [Extension(name, sources=[]) for name in MODULES],
     cmdclass={"build": Build, "build_ext": CMakeBuild},
 )

@@ -34,7 +34,7 @@ PACKAGES = (
     "matplotlib",
     "rich",
 )
-BACKENDS = ("cpu", "triton", "reference")
+BACKENDS = ("cpu", "cuda", "triton", "reference")
 CGROUP = Path("/sys/fs/cgroup")
 RESULTS = "results"  # stored records, in the folder of this file
 

@@ -1,7 +1,8 @@
-"""Finds the C++ extension, and says why it cannot be used and what to do about it."""
+"""Finds the compiled modules, and says why one cannot be used and what to do about it."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -14,32 +15,45 @@ REBUILD = (
     "pip install --force-reinstall --no-deps --no-cache-dir ngn_kernels (in a clone: pip install "
     "--force-reinstall --no-deps .)"
 )
+NAMES = {"_cpu": "the C++ extension", "_cuda": "the module of CUDA kernels"}
 COMPILERS = ("c++", "g++", "clang++", "cl", "clang-cl")
 
 
-def why_missing() -> str | None:
-    """None if the extension can be used, or else the reason and the fix."""
+def why_missing(module: str = "_cpu") -> str | None:
+    """None if the module can be used, or else the reason and the fix."""
     try:
-        from . import _cpu
+        built = importlib.import_module(f".{module}", __package__)
     except ImportError as error:
-        return _why_not_imported(error)
-    if layout.checksum(vars(layout)) != _cpu.LAYOUT_CHECKSUM:
-        return f"the C++ extension was built from other sources; build it anew: {REBUILD}"
+        return _why_not_imported(error, module)
+    if layout.checksum(vars(layout)) != built.LAYOUT_CHECKSUM:
+        return f"{NAMES[module]} was built from other sources; build it anew: {REBUILD}"
     return None
 
 
-def _why_not_imported(error: ImportError) -> str:
-    folder = Path(__file__).parent
-    if any((folder / f"_cpu{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
-        return f"the C++ extension does not load: {error}"
-    others = sorted(p.name for p in folder.glob("_cpu.*") if p.suffix in (".so", ".pyd"))
+def is_built(module: str) -> bool:
+    """Whether a file of the module is there, for this Python."""
+    return any(
+        (Path(__file__).parent / f"{module}{suffix}").exists() for suffix in EXTENSION_SUFFIXES
+    )
+
+
+def _why_not_imported(error: ImportError, module: str = "_cpu") -> str:
+    name = NAMES[module]
+    if is_built(module):
+        return f"{name} does not load: {error}"
+    others = sorted(
+        p.name for p in Path(__file__).parent.glob(f"{module}.*") if p.suffix in (".so", ".pyd")
+    )
     if others:
-        return f"the C++ extension is of another Python ({', '.join(others)}); build it: {REBUILD}"
-    if not compilers():
+        return f"{name} is of another Python ({', '.join(others)}); build it: {REBUILD}"
+    if module == "_cuda":
         return (
-            f"the C++ extension is not built: install a C++ compiler, such as g++, then {REBUILD}"
+            f"{name} is not built: install CUDA's compiler (nvcc 12 or newer), then "
+            f"NGN_CUDA=on {REBUILD}"
         )
-    return f"the C++ extension is not built, although a C++ compiler is here now: {REBUILD}"
+    if not compilers():
+        return f"{name} is not built: install a C++ compiler, such as g++, then {REBUILD}"
+    return f"{name} is not built, although a C++ compiler is here now: {REBUILD}"
 
 
 def compilers() -> dict[str, str]:

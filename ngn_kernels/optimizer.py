@@ -87,7 +87,7 @@ class NGNOptimizer(Optimizer):
         on_skip: what a skipped step does: "warn", "raise" a ``SkippedStepError``, or "ignore". An
             overflow under AMP, by which a GradScaler finds its scale, is no reason to raise.
         max_skipped_steps: raise after this many skipped steps in a row, whatever ``on_skip`` says.
-        backend: "auto", "triton", "cpu" or "reference".
+        backend: "auto", "cuda", "triton", "cpu" or "reference".
         reduce_group: the ranks that share one step size: "auto" (all of torch.distributed's, if
             there are several), a process group, or None for this process alone.
         replicas: how many of these ranks hold each ordinary parameter: None for all of them, 1

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 from extent import Extent, extent_of
-from helpers import DTYPES, IMPORTS_COMPILER
+from helpers import DTYPES, IMPORTS_COMPILER, replace_backend
 
 from ngn_kernels.backends import availability
 from ngn_kernels.planning import signature
@@ -26,6 +26,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("search", deadline=None, max_examples=500)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+SIMULATED = False  # whether the CUDA engine runs, in a simulator
+
 # The tensors are small: a second thread would only wait.
 torch.set_num_threads(1)
 
@@ -33,10 +35,11 @@ collect_ignore = [] if IMPORTS_COMPILER else ["test_torch_suite.py"]
 
 
 def runnable_backends() -> list[str]:
-    """Triton joins only through its interpreter: the tests' tensors live on the CPU."""
+    """Triton joins only through its interpreter, CUDA simulated: the tests' tensors are on the CPU."""
     reasons = availability()
     names = [name for name in DTYPES if name in reasons and reasons[name] is None]
-    return [n for n in names if n != "triton" or os.environ.get("TRITON_INTERPRET") == "1"]
+    chosen = {"triton": os.environ.get("TRITON_INTERPRET") == "1", "cuda": SIMULATED}
+    return [name for name in names if chosen.get(name, True)]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,6 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:.* encountered in:RuntimeWarning")
     if config.getoption("--signature") == "python":
         signature.NativeSignature = None  # type: ignore[assignment, misc]
+    global SIMULATED
+    SIMULATED = "cuda" in (config.getoption("--backend") or ())
+    if SIMULATED:
+        from ptxsim.cuda import SimulatedCuda, SimulatedCudaBackend
+
+        replace_backend(pytest.MonkeyPatch(), SimulatedCudaBackend(SimulatedCuda()), "cuda")
     missing = set(config.getoption("--backend") or ()) - set(runnable_backends())
     if missing:
         raise pytest.UsageError(f"--backend {', '.join(sorted(missing))} cannot run here")

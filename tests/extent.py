@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from helpers import GPU_ENGINES
+
 Shapes = tuple[list[tuple[int, ...]], ...]
 
 
@@ -46,4 +48,4 @@ INTERPRETED = Extent(
 
 
 def extent_of(backend: str) -> Extent:
-    return INTERPRETED if backend == "triton" else FULL
+    return INTERPRETED if backend in GPU_ENGINES else FULL

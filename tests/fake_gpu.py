@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import replace_triton
-from ngn_bench.gpu.stub_kernels import counting_backend
+from gpu_engines import require
+from helpers import replace_backend
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ngn_kernels.backends.triton import TritonBackend
+import ngn_kernels.backends as backends
 from ngn_kernels.layout import Count
 
 aten = torch.ops.aten
@@ -95,10 +96,15 @@ class Watch(TorchDispatchMode):
             raise Synchronised("a copy of memory that is not pinned")
 
 
-def counting(monkeypatch: pytest.MonkeyPatch, device_type: str) -> tuple[list[Any], TritonBackend]:
-    """The backend with launches that only count, in the place of the real one."""
+def counting(
+    monkeypatch: pytest.MonkeyPatch, device_type: str, engine: str = "triton"
+) -> tuple[list[Any], Any]:
+    """A GPU engine with launches that only count, in the place of the real one."""
+    require(engine)
+    stub = {"triton": "stub_kernels", "cuda": "stub_driver"}[engine]
+    counting_backend = importlib.import_module(f"ngn_bench.gpu.{stub}").counting_backend
     launches, backend = counting_backend(device_type)
-    replace_triton(monkeypatch, backend)
+    replace_backend(monkeypatch, backend, engine)
     return launches, backend
 
 
@@ -160,8 +166,14 @@ class FakeGPU:
     so a test writes it. The host has it once it has been copied there and the event has passed.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.launches, self.backend = counting(monkeypatch, "cuda")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: str = "triton") -> None:
+        """`engine` is the one that backend="auto" takes."""
+        self.name = engine
+        self.launches, self.backend = counting(monkeypatch, "cuda", engine)
+        preferred = backends.preferred_backends
+        monkeypatch.setattr(
+            backends, "preferred_backends", lambda d: (engine,) if d == "cuda" else preferred(d)
+        )
         self.watch = Watch(self)
         self.current = torch.device("cuda:0")
         self.capturing: set[torch.device] = set()

@@ -22,7 +22,10 @@ DTYPES = {
     "reference": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "triton": (torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
+# Interpreted or simulated where tensors are on the CPU: slow, and without float64.
+GPU_ENGINES = ("cuda", "triton")
 Snapshot = list[tuple[bytes, dict[str, bytes]]]
 SHAPES = ([(3,), (5, 7)], [(40,), ()])
 
@@ -86,10 +89,10 @@ def random_gradients(
         p.grad = values.to(dtype or p.dtype)
 
 
-def replace_triton(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+def replace_backend(monkeypatch: pytest.MonkeyPatch, backend: Any, name: str) -> None:
     """Another backend in its place, or the reason why there is none."""
     load = backends._load
-    monkeypatch.setattr(backends, "_load", lambda name: backend if name == "triton" else load(name))
+    monkeypatch.setattr(backends, "_load", lambda n: backend if n == name else load(n))
 
 
 def with_grad(values: Tensor, grad: float = 1.0) -> Any:

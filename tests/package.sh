@@ -38,6 +38,9 @@ alone "$work/wheel/bin/python" -m ngn_kernels | tee "$work/doctor.txt"
 grep -q "^compilers *C++: none; C: none" "$work/doctor.txt"
 grep -q "^cpu *available" "$work/doctor.txt"
 grep -q "^reference *available" "$work/doctor.txt"
+if "$BIN/python" csrc/find_nvcc.py 75 80 >"$work/nvcc.txt" 2>&1; then
+  grep -q "^cuda *no GPU here" "$work/doctor.txt" # not: not built
+fi
 # What README shows a newcomer.
 sed -n '/^```python$/,/^```$/p' README.md | sed '/^```/d' >"$work/readme.py"
 grep -q "optimizer.step(loss=loss)" "$work/readme.py"

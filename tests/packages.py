@@ -32,14 +32,24 @@ def files_of(archive: Path) -> dict[str, int]:
 def complaints(kind: str, files: dict[str, int]) -> list[str]:
     found = [f"{name} is a record" for name in files if RECORD.search(name)]
     if kind == "wheel":
-        needed = ("ngn_kernels/optimizer.py", "ngn_kernels/py.typed", "ngn_kernels/_cpu.pyi")
+        needed = (
+            *("ngn_kernels/optimizer.py", "ngn_kernels/py.typed", "ngn_kernels/_cpu.pyi"),
+            *("ngn_kernels/_cuda.pyi", "ngn_bench/gpu/stub_driver.c"),
+        )
         pictures = [name for name in files if PICTURE.search(name)]
         found += [f"{n} is a test" for n in files if re.search(r"(^|/)(tests?/|test_|conftest)", n)]
-        found += [f"{n} is a source of the extension" for n in files if n.endswith((".cpp", ".h"))]
+        found += [
+            f"{n} is a source of the extension"
+            for n in files
+            if n.endswith((".cpp", ".h", ".cu", ".cuh"))
+        ]
         if not any(re.match(r"ngn_kernels/_cpu\..*(so|pyd)$", name) for name in files):
             found.append("the extension is missing")
     else:
-        needed = ("setup.py", "CMakeLists.txt", "csrc/cpu/engine.cpp", "tests/oracle.py", "LICENSE")
+        needed = (
+            *("setup.py", "CMakeLists.txt", "csrc/cpu/engine.cpp", "csrc/cuda/kernels.cu"),
+            *("csrc/find_nvcc.py", "tests/oracle.py", "LICENSE"),
+        )
         pictures = [n for n in files if PICTURE.search(n) and n != "docs/images/step-sizes.png"]
         found += [f"{n} was built" for n in files if n.endswith((".so", ".pyd", ".pyc"))]
     found += [f"{name} is a picture" for name in pictures]

@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, Algorithm, Hyper
-from helpers import DTYPES, copies_of, params_of, real64, through_file, unchanged, warnings_of
+from helpers import (
+    DTYPES,
+    GPU_ENGINES,
+    copies_of,
+    params_of,
+    real64,
+    through_file,
+    unchanged,
+    warnings_of,
+)
 from layouts import LAYOUTS
 from pair import Pair, close, largest, numbers_in
 from torch import Tensor
@@ -125,7 +134,7 @@ class Run(RandomisedRun):
         self.algorithm: Algorithm = rng.choice(ALGORITHMS)
         backend = rng.choice(backends)
         self.kind = rng.choices(("wide", "half", "narrow"), (30, 4, 2))[0]
-        if backend == "triton" and self.kind == "narrow":
+        if backend in GPU_ENGINES and self.kind == "narrow":
             self.kind = "wide"
         self.options = {"max_grad_norm": rng.choice((None, None, 0.5))}
         self.options["loss_floor"] = rng.choice((0.0, -1.0, 0.3))
@@ -331,7 +340,7 @@ def parameters_are_frozen(run: Run, rng: random.Random) -> None:
 @event()
 def a_parameter_is_cast(run: Run, rng: random.Random) -> Any:
     p, _ = run.one(rng)
-    if run.kind != "wide" or run.backend == "triton":
+    if run.kind != "wide" or run.backend in GPU_ENGINES:
         return False
     to = {torch.float32: torch.float64, torch.complex64: torch.complex128}
     to |= {wide: narrow for narrow, wide in to.items()}
@@ -378,7 +387,7 @@ def options_change(run: Run, rng: random.Random) -> None:
 def state_is_cast(run: Run, rng: random.Random) -> Any:
     p, state = run.one(rng)
     keys = [key for key in STATE if key in state and state[key].abs().dtype in WIDE]
-    if not keys or run.backend == "triton":
+    if not keys or run.backend in GPU_ENGINES:
         return False
     key = rng.choice(keys)
     wide = torch.complex128 if p.is_complex() else torch.float64
@@ -459,7 +468,7 @@ def a_checkpoint_goes_to_another_backend(run: Run, rng: random.Random) -> Any:
     if rng.random() < 0.3:
         saved = through_file(saved)
     target = rng.choice(run.backends)
-    if target == "triton" and not fits_triton(run):
+    if target in GPU_ENGINES and not fits_triton(run):
         return False
     groups = [{"params": column} for column in copies_of(old)]
     options = {"state": old._storage.given, "rounding": old._storage.rounding}
@@ -482,7 +491,7 @@ def fits_triton(run: Run) -> bool:
 @event()
 def the_backend_changes(run: Run, rng: random.Random) -> Any:
     target = rng.choice(run.backends)
-    if target == "triton" and not fits_triton(run):
+    if target in GPU_ENGINES and not fits_triton(run):
         return False
     run.optimizer.backend = target
 

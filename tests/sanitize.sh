@@ -9,7 +9,7 @@ mkdir -p "$copy"
 cp -r ngn_kernels bench tests pyproject.toml "$copy"
 rm -f "$copy"/ngn_kernels/*.so
 ln -s bench "$copy/ngn_bench"
-"$BIN/cmake" -S . -B "$build/cmake" -G Ninja -DNGN_SANITIZE=ON -DNGN_WERROR=ON \
+"$BIN/cmake" -S . -B "$build/cmake" -G Ninja -DNGN_SANITIZE=ON -DNGN_WERROR=ON -DNGN_CUDA=off \
   -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DCMAKE_MAKE_PROGRAM="$BIN/ninja" -DPython_EXECUTABLE="$BIN/python" \
   -Dpybind11_DIR="$("$BIN/python" -m pybind11 --cmakedir)" \
   -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$PWD/$copy/ngn_kernels"

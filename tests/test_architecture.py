@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 import runpy
@@ -15,6 +16,7 @@ from algorithms import ALGORITHMS
 
 import ngn_kernels
 from ngn_kernels.backends import availability
+from ngn_kernels.extension import NAMES, why_missing
 from ngn_kernels.layout import Column, GroupColumn
 from ngn_kernels.planning import tables
 from ngn_kernels.rules import RULES
@@ -61,7 +63,7 @@ def imports(path: Path) -> set[str]:
 
 def imported_layers(path: Path) -> set[str]:
     inside = {n.partition(".")[2] for n in imports(path) if n.split(".")[0] == "ngn_kernels"}
-    return {layer_of(name) for name in inside if not name.startswith("_cpu")}
+    return {layer_of(name) for name in inside if not name.startswith(("_cpu", "_cuda"))}
 
 
 def test_every_module_has_a_layer() -> None:
@@ -87,7 +89,7 @@ def test_the_map_of_modules_is_true() -> None:
     there = {
         str(path.relative_to(root)) + "/" * path.is_dir()
         for path in files
-        if path.suffix in (".py", ".h", ".cpp") or (path / "__init__.py").exists()
+        if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh") or (path / "__init__.py").exists()
     }
     assert there - {"ngn_kernels/version.py"} <= listed
 
@@ -97,12 +99,14 @@ def test_the_benchmarks_are_never_imported(path: Path) -> None:
     assert not {name for name in imports(path) if name.split(".")[0] in ("ngn_bench", "bench")}
 
 
-@pytest.mark.skipif(availability()["cpu"] is not None, reason="the C++ extension is not built")
-def test_the_extension_was_built_from_this_layout() -> None:
-    from ngn_kernels import _cpu
-
+@pytest.mark.parametrize("name", NAMES)
+def test_the_modules_were_built_from_this_layout(name: str) -> None:
+    missing = why_missing(name)
+    if missing is not None:
+        pytest.skip(missing)
+    module = importlib.import_module(f"ngn_kernels.{name}")
     header = runpy.run_path(str(PACKAGE.parent / "csrc" / "generate_layout.py"))["header"]()
-    assert f"LAYOUT_CHECKSUM = {_cpu.LAYOUT_CHECKSUM}u;" in header
+    assert f"LAYOUT_CHECKSUM = {module.LAYOUT_CHECKSUM}u;" in header
 
 
 def test_values_of_a_group_are_in_the_order_of_their_table() -> None:
@@ -160,7 +164,7 @@ def test_the_doctor_lists_every_backend() -> None:
     """`python -m ngn_kernels`: each backend is available, or the reason stands beside it."""
     done = subprocess.run([sys.executable, "-m", "ngn_kernels"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {"reference", "cpu", "triton"} <= set(availability())
+    assert {"reference", "cpu", "triton", "cuda"} <= set(availability())
     lines = done.stdout.splitlines()
     for name, reason in availability().items():
         (i,) = [i for i, line in enumerate(lines) if line.split()[:1] == [name]]

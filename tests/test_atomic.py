@@ -24,6 +24,7 @@ from algorithms import (
 )
 from extent import Extent
 from helpers import (
+    GPU_ENGINES,
     assert_unchanged,
     params_of,
     random_columns,
@@ -401,7 +402,7 @@ def several_kinds(algorithm: Algorithm, backend: str, **options: Any) -> Any:
     columns[0].append(Parameter(LAYOUTS["strided"](torch.ones(7))))
     columns[1].append(Parameter(torch.ones(3, dtype=torch.complex64)))
     columns[1].append(Parameter(torch.ones(6, dtype=torch.bfloat16)))
-    if backend != "triton" and "state" not in options:
+    if backend not in GPU_ENGINES and "state" not in options:
         columns[0].append(Parameter(torch.ones(2, dtype=torch.float64)))
     return algorithm.build(columns, backend=backend, **options)
 
@@ -414,7 +415,7 @@ def test_memory_that_runs_out_changes_nothing(
     algorithm: Algorithm, clip: float | None, options: dict[str, str], backend: str
 ) -> None:
     """Wherever in a step it does, over all rows and buckets; the next step is as ever."""
-    if backend == "triton":
+    if backend in GPU_ENGINES:
         pytest.skip("its interpreter allocates, the kernels do not")
     optimizer, twin = (
         several_kinds(algorithm, backend, max_grad_norm=clip, **options) for _ in range(2)

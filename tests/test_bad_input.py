@@ -22,6 +22,7 @@ from algorithms import (
     NGNMDv2,
 )
 from helpers import (
+    GPU_ENGINES,
     assert_unchanged,
     params_of,
     random_columns,
@@ -83,7 +84,7 @@ RANGES = {
     "eps": "must be in (0, inf)",
     "max_grad_norm": "must be None or in (0, inf)",
     "loss_floor": "must be a finite number",
-    "backend": "choose one of 'auto', 'triton', 'cpu', 'reference'",
+    "backend": "choose one of 'auto', 'cuda', 'triton', 'cpu', 'reference'",
 }
 
 
@@ -345,7 +346,7 @@ def test_a_gradient_that_is_complex_where_its_parameter_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the first step, and between steps that have gradients of the parameter's own kind."""
-    if backend == "triton" and torch.float64 in (kind.to_real(), other.to_real()):
+    if backend in GPU_ENGINES and torch.float64 in (kind.to_real(), other.to_real()):
         pytest.skip("it has no float64")
     if not native:
         monkeypatch.setattr(signature, "NativeSignature", None)

@@ -36,7 +36,7 @@ def test_step_measures_and_records(bench: Bench) -> None:
     environment = record["environment"]
     assert environment["packages"]["torch"] == torch.__version__
     assert environment["threads"] == torch.get_num_threads()
-    assert set(environment["backends"]) == {"cpu", "triton", "reference"}
+    assert set(environment["backends"]) == {"cpu", "cuda", "triton", "reference"}
     rows = rows_by_name(record)
     memory = record["memory_bandwidth"]
     assert set(memory) == {"copy", "update"}

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from algorithms import EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv2
 from conftest import runnable_backends
 from helpers import (
+    GPU_ENGINES,
     SHAPES,
     copies_of,
     params_of,
@@ -147,7 +148,7 @@ def test_state_dict_carries_no_backend(algorithm: Algorithm, backend: str) -> No
 @EVERY
 def test_float32_state_for_float64_parameters_is_kept(algorithm: Algorithm, backend: str) -> None:
     """State loaded under parameters of another dtype stays what it was, and the step goes on."""
-    if backend == "triton":
+    if backend in GPU_ENGINES:
         pytest.skip("no float64 on this backend")
     optimizer = trained(algorithm, backend, torch.float32)
     other = algorithm.build(
@@ -260,7 +261,7 @@ BAD_NUMBERS: dict[str, tuple[str, Any, str]] = {
 def test_numbers_that_no_step_stores_are_not_loaded(
     key: str, bad: float, says: str, kind: torch.dtype, state: str, backend: str
 ) -> None:
-    if backend == "triton" and kind == torch.float64:
+    if backend in GPU_ENGINES and kind == torch.float64:
         pytest.skip("it has no float64")
     if kind == torch.float64 and state != "float32":
         pytest.skip("it keeps float64 state")

@@ -13,6 +13,7 @@ from algorithms import ALGORITHMS, EVERY, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
 from conftest import runnable_backends
 from extent import Extent
 from helpers import (
+    GPU_ENGINES,
     OWN_GRADIENT_TYPES,
     copies_of,
     params_of,
@@ -193,7 +194,7 @@ def build(
     algorithm: Algorithm, backend: str, state: Any, dtype: torch.dtype, **options: Any
 ) -> Any:
     few, many = SHAPES
-    columns = random_columns([few, many if backend == "triton" else [*many, LARGE]], dtype)
+    columns = random_columns([few, many if backend in GPU_ENGINES else [*many, LARGE]], dtype)
     return algorithm.build(columns, backend=backend, state=state, **options)
 
 
@@ -370,7 +371,7 @@ def test_a_new_memory_order_keeps_the_numbers_near(backend: str, state: Any) -> 
 @OWN_GRADIENT_TYPES
 @EVERY_STATE
 def test_a_float64_gradient(backend: str, state: Any) -> None:
-    if backend == "triton":
+    if backend in GPU_ENGINES:
         pytest.skip("it has no float64")
     pair = Pair(NGNMDv1, build(NGNMDv1, backend, state, torch.float32))
     random_gradients(params_of(pair.optimizer), seed=0, dtype=torch.float64)
@@ -418,7 +419,7 @@ def test_float64_state_beside_what_is_narrower(
     keys: tuple[str, ...],
 ) -> None:
     """It stays float64, with numbers computed in float32; whole blocks, a tail, and a small one."""
-    if backend == "triton":
+    if backend in GPU_ENGINES:
         pytest.skip("it has no float64")
     columns = random_columns([[(4096,), (10,)], [(65, 64), (4161,)]], stored)
     pair = Pair(algorithm, algorithm.build(columns, backend=backend, **options))
@@ -436,7 +437,7 @@ def test_float64_state_beside_what_is_narrower(
 
 def test_float64_state_that_is_kept_keeps_all_of_its_bits(backend: str) -> None:
     """It was rounded to be computed with, and may be more than float32 can hold."""
-    if backend == "triton":
+    if backend in GPU_ENGINES:
         pytest.skip("it has no float64")
     p = with_grad(torch.zeros(4100), 1e-3)
     optimizer = ngn_kernels.NGNMDv2([p], backend=backend, state=("8bit", "float32"))
@@ -571,7 +572,7 @@ def test_state_is_no_option_of_a_group() -> None:
 
 def test_float64_parameters_have_no_narrow_state(backend: str) -> None:
     p = with_grad(torch.zeros(3, dtype=torch.float64))
-    if backend == "triton":
+    if backend in GPU_ENGINES:
         pytest.skip("it has no float64")
     optimizer = ngn_kernels.NGNM([p], backend=backend, state="8bit")
     with pytest.raises(TypeError, match="leave state= out"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv1W
-from helpers import OWN_GRADIENT_TYPES, params_of, random_gradients, snapshot
+from helpers import GPU_ENGINES, OWN_GRADIENT_TYPES, params_of, random_gradients, snapshot
 from layouts import LAYOUTS
 from pair import Pair
 from steps import train
@@ -56,7 +56,7 @@ def many(algorithm: Algorithm, backend: str, float64: bool = True, **options: An
     odd = [Parameter(torch.ones(3, dtype=torch.complex64))]
     odd += [Parameter(LAYOUTS["transposed"](values((4, 5), torch.float32)))]
     odd += [Parameter(LAYOUTS["strided"](values((7,), torch.float32)))]
-    if float64 and backend != "triton" and "state" not in options:
+    if float64 and backend not in GPU_ENGINES and "state" not in options:
         odd += [Parameter(values(shape, torch.float64)) for shape in shapes]
     columns = [[*halves[:3], *singles[::2], *odd], [*singles[1::2], *halves[3:]]]
     return algorithm.build(columns, backend=backend, **options)

@@ -19,6 +19,7 @@ import torch
 from algorithms import EVERY, NGND, NGNM, SCALAR, Algorithm, Hyper, NGNMDv1, NGNMDv2
 from helpers import (
     COMPILES,
+    GPU_ENGINES,
     SHAPES,
     fresh,
     params_of,
@@ -151,7 +152,7 @@ def test_memory_swapped_away_is_freed(key: str, backend: str) -> None:
 @pytest.mark.parametrize("keys", [STATE[:1], STATE[1:], (*STATE, "step")], ids=["m", "v", "all"])
 def test_state_cast_to_double(algorithm: Algorithm, keys: tuple[str, ...], backend: str) -> None:
     """The step count goes on, and each tensor keeps the type that it was given."""
-    if backend == "triton":
+    if backend in GPU_ENGINES:
         pytest.skip("it keeps float32 state")
     optimizer = after_a_step(algorithm, backend)
     optimizer.step(loss=1.0)
@@ -264,7 +265,7 @@ def test_gradients_dropped_while_a_step_is_under_way(
 ) -> None:
     """As another thread does while a kernel runs: what the step has seen is kept until it is done."""
     params = random_columns([[(50_000,), (20_000, 2)]])[0]
-    if backend == "triton":
+    if backend in GPU_ENGINES:
         params = random_columns([[(500,), (20, 2)]])[0]
     optimizer = algorithm.simple(params, backend=backend)
     engine = backends._load(backend)
@@ -621,7 +622,7 @@ except Exception as error:
 @COMPILES
 def test_a_compiled_training_step(backend: str, tmp_path: Path) -> None:
     """One break of the graph, no word about our code, the same numbers."""
-    if backend == "triton":
+    if backend in GPU_ENGINES:
         pytest.skip("the interpreter is not to be traced")
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED)
@@ -663,7 +664,7 @@ def test_optimizers_in_threads(backend: str, threads: int) -> None:
     """Each with a team of its own, where there are several chunks to share."""
 
     def large() -> Any:
-        shapes = SHAPES if backend == "triton" else ([(3,), (40_000,)], [(5, 7_001), ()])
+        shapes = SHAPES if backend in GPU_ENGINES else ([(3,), (40_000,)], [(5, 7_001), ()])
         return NGNMDv1.build(random_columns(shapes), backend=backend)
 
     expected = large()

@@ -9,7 +9,15 @@ import pytest
 import torch
 from algorithms import EVERY, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
 from extent import Shapes
-from helpers import copies_of, params_of, random_columns, random_gradients, unchanged, with_grad
+from helpers import (
+    GPU_ENGINES,
+    copies_of,
+    params_of,
+    random_columns,
+    random_gradients,
+    unchanged,
+    with_grad,
+)
 from pair import Pair
 from steps import check_next_step, train
 from torch import Tensor
@@ -24,7 +32,7 @@ INTERPRETED = ([(1,), (65, 64)], [(513,), ()])
 
 
 def shapes(backend: str) -> Shapes:
-    return INTERPRETED if backend == "triton" else SHAPES
+    return INTERPRETED if backend in GPU_ENGINES else SHAPES
 
 
 HALVES = (torch.bfloat16, torch.float16)

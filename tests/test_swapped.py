@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from algorithms import EVERY, Algorithm
-from helpers import fresh, params_of, random_gradients, real64
+from helpers import GPU_ENGINES, fresh, params_of, random_gradients, real64
 from pair import Pair
 from steps import check_next_step
 from torch.nn import Parameter
@@ -18,7 +18,7 @@ def test_model_turned_double(algorithm: Algorithm, backend: str) -> None:
     pair = Pair(algorithm, algorithm.simple(model.parameters(), backend=backend))
     for k in range(4):
         if k == 2:
-            if backend == "triton":
+            if backend in GPU_ENGINES:
                 break
             model.double()
         random_gradients(model.parameters(), seed=k)

@@ -96,7 +96,7 @@ def gpu() -> Iterator[object]:
         with nullcontext():
             yield None
         return
-    from ptxsim import SimulatedGPU
+    from ptxsim.driver import SimulatedGPU
 
     with SimulatedGPU().active() as simulated:
         yield simulated

@@ -197,12 +197,10 @@ NGN_INLINE QuantBlock<Floats> decode_m(const int8_t* from, float scale) {
   return m;
 }
 
-// The exponent of the least power of two with |m| <= 127 times that.
 NGN_INLINE uint32_t exponent_of_m(const QuantBlock<Floats>& m) {
   Words most = {};
   NGN_EACH_VECTOR(j) most = Larger{}(most, magnitude(m[j]));
-  const uint32_t raised = (largest_lane(most) + 0x1ffff) >> 23;
-  return raised > 7 ? raised - 6 : 1;
+  return exponent_of_m(largest_lane(most));
 }
 
 NGN_INLINE void encode_m(const QuantBlock<Floats>& m, uint32_t exponent, const QuantBlock<Words>& random, int8_t* to) {
@@ -260,15 +258,13 @@ NGN_INLINE Scale scale_of_v(const QuantBlock<Floats>& v) {
 
 template <bool PLAIN>
 NGN_INLINE void encode_v(const QuantBlock<Floats>& v, uint32_t scale, const QuantBlock<Words>& random, uint8_t* to) {
-  const uint32_t shift = scale & 31, highest = scale >> 5, one = 1u << shift;
+  const uint32_t shift = scale & 31, highest = scale >> 5;
   const int32_t lowest = highest > 254 ? 1 : 256 - static_cast<int32_t>(highest);  // byte of a positive number
   QuantBlock<Words> byte;
   NGN_EACH_VECTOR(j) {
     Words bits = words_of(v[j]);
     if constexpr (!PLAIN) bits = Smaller{}(bits, LARGEST_V - Words{});
-    // Rounding up a little more often keeps the mean of 1 / sqrt(v), which the step depends on.
-    const Words low = bits & (one - 1), up = Smaller{}(low, one - low) >> (25 - shift);
-    byte[j] = ((bits + up + (random[j] >> (32 - shift))) >> shift) + (255 - highest);
+    byte[j] = steps_of_v(bits, random[j], shift) + (255 - highest);
     if constexpr (!PLAIN) {
       const Words positive = bit_cast<Words>(Larger{}(bit_cast<Integers>(byte[j]), lowest - Integers{}));
       byte[j] = bits == 0 ? Words{} : positive;

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <type_traits>
 #if defined(__AVX__) && !defined(__CUDACC__)
@@ -13,11 +14,6 @@
 
 #include "math/tables.h"
 
-#ifdef __CUDACC__
-#define NGN_HD __host__ __device__
-#else
-#define NGN_HD
-#endif
 #define NGN_INLINE __attribute__((always_inline)) inline
 
 namespace ngn {
@@ -33,8 +29,9 @@ NGN_HD inline V all(T value) {
   return value - V{};
 }
 
-// a b + c, rounded once where the instruction set has that; the baseline rounds twice on any machine.
-#if defined(__FMA__) || defined(__CUDA_ARCH__)
+// a b + c, rounded once where the instruction set has that; the baseline rounds twice on any machine, and so do
+// the CUDA kernels, which have its bits.
+#if defined(__FMA__) && !defined(__CUDACC__)
 NGN_HD inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 NGN_HD inline double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
 #if defined(NGN_AVX) && defined(__AVX512F__)
@@ -59,6 +56,23 @@ NGN_HD inline V root(V value) {
     for (std::size_t i = 0; i < lanes_of<V>; ++i) value[i] = std::sqrt(value[i]);
     return value;
   }
+}
+
+// base^exponent for 0 <= base < 1.
+NGN_HD inline double power(double base, double exponent) {
+#ifdef __CUDA_ARCH__
+  return exp(exponent * log(base));  // pow() would be ten times the code
+#else
+  return std::pow(base, exponent);
+#endif
+}
+
+NGN_HD inline uint32_t leading_zeros(uint32_t value) {
+#ifdef __CUDA_ARCH__
+  return static_cast<uint32_t>(__clz(static_cast<int>(value)));
+#else
+  return static_cast<uint32_t>(__builtin_clz(value));
+#endif
 }
 
 template <typename T>

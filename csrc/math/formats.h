@@ -12,15 +12,15 @@ inline namespace NGN_ISA {
 
 struct Larger {
   template <typename V>
-  V operator()(V a, V b) const { return a > b ? a : b; }
+  NGN_HD V operator()(V a, V b) const { return a > b ? a : b; }
 };
 struct Smaller {
   template <typename V>
-  V operator()(V a, V b) const { return a < b ? a : b; }
+  NGN_HD V operator()(V a, V b) const { return a < b ? a : b; }
 };
 
 // A bijection of 32-bit numbers without visible structure.
-inline uint32_t mixed(uint32_t x) {
+NGN_HD inline uint32_t mixed(uint32_t x) {
   x = (x ^ (x >> 16)) * MIX1;
   x = (x ^ (x >> 15)) * MIX2;
   return x ^ (x >> 16);
@@ -30,17 +30,24 @@ inline uint32_t mixed(uint32_t x) {
 // block and along the steps of a window are added.
 class Noise {
  public:
-  Noise(int64_t key, int64_t step_count, int64_t offset) : offset_(offset) {
+  Noise() = default;
+  NGN_HD Noise(int64_t key, int64_t step_count, int64_t offset) : offset_(offset) {
     start_ = mixed(static_cast<uint32_t>(key) + static_cast<uint32_t>(step_count / WINDOW) * GOLDEN);
     mask_ = mixed(static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32) ^ start_);
     turn_ = static_cast<uint32_t>(step_count % WINDOW) * STEP_STRIDE;
   }
 
   // The index of the row's element i in the whole parameter.
-  int64_t index_of(int64_t i) const { return offset_ + i; }
+  NGN_HD int64_t index_of(int64_t i) const { return offset_ + i; }
+
+  // Of any element of the row.
+  NGN_HD NGN_INLINE uint32_t of_element(int64_t i) const {
+    const uint64_t index = static_cast<uint64_t>(index_of(i));
+    return of_block(static_cast<uint32_t>(index / QUANT_BLOCK)) + static_cast<uint32_t>(index % QUANT_BLOCK) * ELEMENT_STRIDE;
+  }
 
   // Of the first element of a block; the next ones follow ELEMENT_STRIDE apart.
-  NGN_INLINE uint32_t of_block(uint32_t block) const {
+  NGN_HD NGN_INLINE uint32_t of_block(uint32_t block) const {
     uint32_t x = block * GOLDEN ^ start_;
     x = (x ^ (x >> 16)) * MIX1 + mask_;
     x = (x ^ (x >> 15)) * MIX2;
@@ -54,15 +61,30 @@ class Noise {
 
 // The scale of an 8-bit v whose largest and least positive patterns are these: the pattern of the largest in steps
 // of 2^shift, and shift in the lowest five bits.
-NGN_INLINE uint32_t scale_between(uint32_t top, uint32_t bottom) {
-  uint32_t shift = 24 - __builtin_clz((top - bottom) | (1u << (LEAST_SHIFT + 7)));
+NGN_HD NGN_INLINE uint32_t scale_between(uint32_t top, uint32_t bottom) {
+  uint32_t shift = 24 - leading_zeros((top - bottom) | (1u << (LEAST_SHIFT + 7)));
   shift += ((top + (1u << shift) - 1) >> shift) - (bottom >> shift) > 254;
   shift = shift < MOST_SHIFT ? shift : MOST_SHIFT;
   return ((top + (1u << shift) - 1) >> shift) << 5 | shift;
 }
 
+// The pattern of an 8-bit v in steps of 2^shift, rounded at random. V is a word or a vector of them.
+template <typename V>
+NGN_HD NGN_INLINE V steps_of_v(V bits, V random, uint32_t shift) {
+  const uint32_t one = 1u << shift;
+  // Rounding up a little more often keeps the mean of 1 / sqrt(v), which the step depends on.
+  const V low = bits & (one - 1), up = Smaller{}(low, one - low) >> (25 - shift);
+  return (bits + up + (random >> (32 - shift))) >> shift;
+}
+
+// The exponent of the least power of two with |m| <= 127 times that, from the pattern of the largest |m|.
+NGN_HD NGN_INLINE uint32_t exponent_of_m(uint32_t largest) {
+  const uint32_t raised = (largest + 0x1ffff) >> 23;
+  return raised > 7 ? raised - 6 : 1;
+}
+
 // One of the two neighbours, the nearer one more often, subnormal numbers included; finite up to 65504.
-inline float16 stochastic_float16(float value, uint32_t noise) {
+NGN_HD inline float16 stochastic_float16(float value, uint32_t noise) {
   const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffff, random = noise >> 19;
   const uint32_t normal = (magnitude - 0x38000000 + random) >> 13;
   // Below 2^-14 in units of 2^-24: 1024 and a random fraction of 13 bits, of which the sum keeps the integer part.

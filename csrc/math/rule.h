@@ -98,7 +98,7 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
                                            const Inputs& inputs, double clip, double rho, T x_limit,
                                            T m_limit, T v_limit) {
   const double c = largest_step(group), a = effective_step(rule, group), left = schedule(group);
-  const double unit = rule.rms ? 2 * std::sqrt(1 - std::pow(group.beta2, step_count)) : 1.0;
+  const double unit = rule.rms ? 2 * std::sqrt(1 - power(group.beta2, step_count)) : 1.0;
   // gamma = min(c, 2h) / (flatness D + curvature g^2): both are divided by max(c, 2h), so that nothing overflows.
   const double two_h = 2 * aimed_loss(inputs);
   const double smaller = c < two_h ? c : two_h, larger = c < two_h ? two_h : c;

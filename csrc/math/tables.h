@@ -10,6 +10,11 @@
 #ifndef NGN_ISA
 #define NGN_ISA baseline
 #endif
+#ifdef __CUDACC__
+#define NGN_HD __host__ __device__
+#else
+#define NGN_HD
+#endif
 
 namespace ngn {
 
@@ -47,7 +52,7 @@ struct Bucket {
 
 inline namespace NGN_ISA {
 
-inline TensorRow row_of(const Bucket& bucket, int64_t i) {
+NGN_HD inline TensorRow row_of(const Bucket& bucket, int64_t i) {
   static_assert(sizeof(TensorRow) == COLUMNS * sizeof(int64_t), "every field is one number of the table");
   int64_t numbers[COLUMNS];
   for (int c = 0; c < COLUMNS; ++c) numbers[c] = bucket.columns[c][i];

@@ -7,11 +7,12 @@ from functools import cache
 
 import torch
 
+from ..extension import is_built
 from ..messages import warn
 from ..planning.plan import Backend
 from ..planning.rows import BucketKey
 
-NAMES = ("triton", "cpu", "reference")
+NAMES = ("cuda", "triton", "cpu", "reference")
 # A step of NGNMDv1 on CPU tensors: 15 times with 70.8M parameters, 55 times in 12 layers of 512 x 512.
 SLOWER = {"cpu": ", whose plain torch operations are 15 to 55 times slower"}
 
@@ -58,16 +59,26 @@ def select_backend(name: str, key: BucketKey) -> Backend:
         if reason:
             raise RuntimeError(f'backend="{name}" cannot serve these parameters: {reason}')
         return backend
-    preferred = preferred_backend(key.device.type)
-    backend = _load(preferred)
-    if not isinstance(backend, str):
-        reason = backend.unfit(key)
+    failed: list[tuple[str, str]] = []  # what was expected to serve, and is worth a word
+    for preferred in preferred_backends(key.device.type):
+        backend = _load(preferred)
+        if isinstance(backend, str):
+            if key.device.type in ("cpu", "cuda"):
+                failed.append((preferred, backend))
+            continue
+        try:
+            reason = backend.unfit(key)
+        except Unavailable as error:
+            failed.append((preferred, str(error)))
+            continue
         if reason is None:
+            if failed:
+                _say_once(tuple(failed), preferred)
             return backend
         if key.narrow and key.device.type != "mps":
-            _say_once(preferred, reason)
-    elif preferred == "cpu" or key.device.type == "cuda":
-        _say_once(preferred, backend)
+            failed.append((preferred, reason))
+    if failed:
+        _say_once(tuple(failed), "reference")
     reference = _load("reference")
     assert not isinstance(reference, str)
     reason = reference.unfit(key)
@@ -76,25 +87,28 @@ def select_backend(name: str, key: BucketKey) -> Backend:
     return reference
 
 
-def preferred_backend(device_type: str) -> str:
-    return "cpu" if device_type == "cpu" else "triton"
+def preferred_backends(device_type: str) -> tuple[str, ...]:
+    """The engines that `auto` tries before the reference, the first one first."""
+    if device_type == "cpu":
+        return ("cpu",)
+    # docs/gpu.md has the reasons. Nobody expects CUDA kernels that were not built, or on an AMD GPU.
+    has_cuda = device_type == "cuda" and torch.version.hip is None and is_built("_cuda")
+    return ("cuda", "triton") if has_cuda else ("triton",)
 
 
 def default_backend(name: str, device_type: str) -> str:
     """Which backend serves ordinary parameters of a device; ranks compare it."""
     if name != "auto":
         return name
-    preferred = preferred_backend(device_type)
-    return "reference" if isinstance(_load(preferred), str) else preferred
+    loaded = [n for n in preferred_backends(device_type) if not isinstance(_load(n), str)]
+    return loaded[0] if loaded else "reference"
 
 
 @cache
-def _say_once(name: str, reason: str) -> None:
-    warn(
-        f"ngn_kernels: the {name} backend cannot run here ({reason}); "
-        f"using the reference backend{SLOWER.get(name, ', which is slower')}",
-        RuntimeWarning,
-    )
+def _say_once(failed: tuple[tuple[str, str], ...], used: str) -> None:
+    reasons = " and ".join(f"the {name} backend cannot run here ({why})" for name, why in failed)
+    slower = SLOWER.get(failed[-1][0], ", which is slower") if used == "reference" else ""
+    warn(f"ngn_kernels: {reasons}; using the {used} backend{slower}", RuntimeWarning)
 
 
 def is_real_float(dtype: torch.dtype) -> bool:

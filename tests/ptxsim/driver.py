@@ -9,34 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
-from .memory import Memory, Traffic
 from .ptx import Kernel
-from .simulator import launch
+from .traffic import Simulation
 
 _kernels: dict[str, Kernel] = {}
 
 
-class Launched(NamedTuple):
-    kernel: str
-    blocks: int
-    traffic: Traffic
+class SimulatedGPU(Simulation):
+    """A GPU for Triton."""
 
-
-class SimulatedGPU:
-    """Fill `memory` before a launch; `order`, `seed` and `check_races` say how its blocks run."""
+    name = "triton"
 
     def __init__(self, arch: int = 90) -> None:
-        self.memory = Memory()
-        self.order = "sequential"
-        self.seed = 0
-        self.check_races = True
-        self.launches: list[Launched] = []
+        super().__init__()
         self.utils = self
         self._target = GPUTarget("cuda", arch, 32)
 
@@ -82,17 +73,7 @@ class SimulatedGPU:
             values = [arguments[i] for i in given]
             # Triton appends pointers to scratch memory, which these kernels do not use.
             values += [0] * (len(kernel.parameters) - len(values))
-            traffic = launch(
-                kernel,
-                blocks,
-                metadata.num_warps * self._target.warp_size,
-                values,
-                self.memory,
-                shared=metadata.shared,
-                order=self.order,
-                seed=self.seed,
-                check_races=self.check_races,
-            )
-            self.launches.append(Launched(metadata.name, blocks, traffic))
+            threads = metadata.num_warps * self._target.warp_size
+            self.run(metadata.name, kernel, blocks, threads, values, metadata.shared)
 
         return run

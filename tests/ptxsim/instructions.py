@@ -27,9 +27,10 @@ ORDERS = {
 }
 SCOPES = {"cta": "cta", "gpu": "gpu", "sys": "gpu", "gl": "gpu"}
 
-# A step of a block, given its active threads (None for all): where to go on, YIELD, or None.
+# A step of a block, given its active threads (None for all): where to go on, YIELD, WAIT, or None.
 Step = Callable[[Any, "np.ndarray | None"], "int | str | None"]
 YIELD = "yield"
+WAIT = "wait"  # for the threads that have not come here yet; nothing was done
 EXIT = -1
 
 
@@ -59,19 +60,26 @@ def translate(kernel: Kernel, instruction: Instruction) -> Callable[[Any], int |
     except (KeyError, ValueError, Unsupported) as error:
         raise Unsupported(f"{instruction.text}: {error!r}") from error
     if instruction.guard is None:
-        return lambda block: step(block, None)
+        return lambda block: step(block, block.active)
     guard, negated = kernel.registers[instruction.guard], instruction.negated
     branches = instruction.name in ("bra", "ret")
 
     def guarded(block: Any) -> int | str | None:
         active = block.registers[guard] ^ negated
-        if active.all():
-            return step(block, None)
+        if block.active is not None:
+            active = active & block.active
         if not active.any():
             return None
-        if branches:
-            raise Unsupported(f"threads of a block part ways: {instruction.text}")
-        return step(block, active)
+        if active.all():
+            return step(block, None)
+        if not branches:
+            return step(block, active)
+        if block.active is not None and (active == block.active).all():
+            return step(block, active)
+        target = step(block, active)
+        assert isinstance(target, int)
+        block.part(active, target)
+        return None
 
     return guarded
 
@@ -130,7 +138,7 @@ def flushed(values: np.ndarray) -> np.ndarray:
     return np.where(tiny, np.copysign(np.float32(0), values), values)
 
 
-@handles(*FLOAT_OPERATIONS, "mad")
+@handles(*FLOAT_OPERATIONS, "mad", "rem")
 def arithmetic(kernel: Kernel, instruction: Instruction) -> Step:
     name, kinds = instruction.name, instruction.take_types()
     kind, count = kinds[0], len(instruction.operands) - 1
@@ -169,13 +177,16 @@ def integer(kernel: Kernel, instruction: Instruction, kind: str) -> Step:
         kinds = [kind, kind] + ([wide] if name == "mad" else [])
         return elementwise(kernel, instruction, kinds, wide, multiply)
     functions = {"add": np.add, "sub": np.subtract, "min": np.minimum, "max": np.maximum}
-    functions["neg"] = np.negative
+    functions |= {"neg": np.negative, "rem": np.fmod}
     return elementwise(kernel, instruction, kind, kind, functions[name])
 
 
 @handles("rcp")
 def reciprocal(kernel: Kernel, instruction: Instruction) -> Step:
     kinds = instruction.take_types()
+    if instruction.take("rn"):
+        (kind,) = kinds
+        return elementwise(kernel, instruction, kind, kind, lambda x: numbers(kind)(1) / x)
     if kinds != ["f64"] or not (instruction.take("approx") and instruction.take("ftz")):
         raise Unsupported("form of rcp")
 
@@ -232,12 +243,35 @@ def shift(kernel: Kernel, instruction: Instruction) -> Step:
     left = instruction.name == "shl"
 
     def function(values: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-        if (amounts >= bits).any():
-            raise Unsupported("a shift by the whole width")
-        amounts = amounts.astype(values.dtype)
-        return values << amounts if left else values >> amounts
+        most = np.minimum(amounts, bits - 1).astype(values.dtype)
+        if left:
+            return np.where(amounts < bits, values << most, 0).astype(values.dtype)
+        if kind[0] == "s":
+            return values >> most
+        return np.where(amounts < bits, values >> most, 0).astype(values.dtype)
 
     return elementwise(kernel, instruction, [kind, "u32"], kind, function)
+
+
+@handles("clz")
+def leading_zeros(kernel: Kernel, instruction: Instruction) -> Step:
+    if instruction.take_types() != ["b32"]:
+        raise Unsupported("form of clz")
+
+    def function(values: np.ndarray) -> np.ndarray:
+        # The exponent of a float64, which represents each of these numbers, is that of the highest bit.
+        return (32 - np.frexp(values.astype(np.float64))[1]).astype(np.uint32)
+
+    return elementwise(kernel, instruction, "b32", "b32", function)
+
+
+@handles("cvta")
+def convert_address(kernel: Kernel, instruction: Instruction) -> Step:
+    """Between generic addresses and global ones, which are the same."""
+    if not (instruction.take("to") and instruction.take("global")):
+        raise Unsupported("form of cvta")
+    (kind,) = instruction.take_types()
+    return elementwise(kernel, instruction, kind, kind, lambda values: values)
 
 
 @handles("bfe")
@@ -370,17 +404,24 @@ def load(kernel: Kernel, instruction: Instruction) -> Step:
     space, width, lanes = access.space, access.width, access.words
     target, source = instruction.operands
     writes = [kernel.target(name, f"b{8 * width}") for name in members(target)]
+    addresses = kernel.address(source)
     if space == "param":
-        offset, stored = kernel.parameters[source.strip("[] ")]
-        if stored != width or lanes != 1:
-            raise Unsupported("part of a parameter")
 
         def parameter(block: Any, active: np.ndarray | None) -> None:
-            raw = block.parameters[offset : offset + width]
-            writes[0](block, np.frombuffer(raw, UNSIGNED[width]), active)
+            where = np.unique(
+                addresses(block)
+                if active is None
+                else np.broadcast_to(addresses(block), block.threads)[active]
+            )
+            if len(where) != 1 or where[0] % (width * lanes):
+                raise Unsupported(
+                    "a parameter of which threads read different parts, or an unaligned part"
+                )
+            raw = block.parameters[int(where[0]) : int(where[0]) + width * lanes]
+            for write, word in zip(writes, np.frombuffer(raw, UNSIGNED[width]), strict=True):
+                write(block, np.array([word]), active)
 
         return parameter
-    addresses = kernel.address(source)
 
     def step(block: Any, active: np.ndarray | None) -> str:
         where = np.broadcast_to(addresses(block), block.threads)
@@ -451,13 +492,24 @@ def atomic(kernel: Kernel, instruction: Instruction) -> Step:
 
 @handles("bar")
 def barrier(kernel: Kernel, instruction: Instruction) -> Step:
-    if instruction.take("sync") is None or len(instruction.operands) != 1:
+    reduces = instruction.take("red") is not None
+    if reduces:
+        if not instruction.take("or") or instruction.take_types() != ["pred"]:
+            raise Unsupported("form of bar.red")
+        write = kernel.target(instruction.operands[0], "pred")
+        read = kernel.source(instruction.operands[2], "pred")
+    elif instruction.take("sync") is None:
         raise Unsupported("form of bar")
+    if len(instruction.operands) != (3 if reduces else 1):
+        raise Unsupported("a barrier of some threads only")
 
     def step(block: Any, active: np.ndarray | None) -> str:
         if active is not None:
+            if instruction.guard is None:
+                return WAIT
             raise DivergentBarrier(f"{active.sum()} of {block.threads} threads: {instruction.text}")
-        # The threads of a block run together: they are all here.
+        if reduces:
+            write(block, np.array([read(block).any()]), None)
         if block.watch is not None:
             block.watch.barrier()
         return YIELD
@@ -483,18 +535,34 @@ def fence(kernel: Kernel, instruction: Instruction) -> Step:
 
 @handles("shfl")
 def shuffle(kernel: Kernel, instruction: Instruction) -> Step:
-    if not (instruction.take("sync") and instruction.take("bfly")):
+    how = instruction.take("bfly", "idx")
+    if not (instruction.take("sync") and how):
         raise Unsupported("form of shfl")
     (kind,) = instruction.take_types()
-    target, source, lane_mask, *_ = instruction.operands
+    targets, source, *choice, _ = instruction.operands
+    target, _, valid = targets.partition("|")
     write, read = kernel.target(target, kind), kernel.source(source, kind)
-    partner_bits = kernel.source(lane_mask, "u32")
+    write_valid = kernel.target(valid or "_", "pred")
+    operand, limits = (kernel.source(text, "u32") for text in choice)
 
-    def step(block: Any, active: np.ndarray | None) -> None:
+    def step(block: Any, active: np.ndarray | None) -> str | None:
         if active is not None:
-            raise Unsupported("a shuffle of some threads only")
+            warps = active.reshape(-1, WARP)
+            if (warps.any(axis=1) != warps.all(axis=1)).any():
+                if instruction.guard is None:
+                    return WAIT
+                raise Unsupported("a shuffle of some threads only")
+        lane = np.arange(block.threads) % WARP
+        other, limit = operand(block).astype(np.int64), limits(block).astype(np.int64)
+        segment, most = limit >> 8 & 31, limit & 31
+        last = lane & segment | most & ~segment
+        from_lane = lane ^ other if how == "bfly" else lane & segment | other & ~segment & 31
+        inside = from_lane <= last
+        partner = np.arange(block.threads) - lane + np.where(inside, from_lane, lane)
         values = np.broadcast_to(read(block), block.threads)
-        write(block, values[np.arange(block.threads) ^ int(partner_bits(block)[0])], None)
+        write(block, values[partner], active)
+        write_valid(block, np.broadcast_to(inside, block.threads), active)
+        return None
 
     return step
 
@@ -523,6 +591,14 @@ def branch(kernel: Kernel, instruction: Instruction) -> Step:
     instruction.take("uni")
     target = kernel.labels[instruction.operands[0]]
     return lambda block, active: target
+
+
+@handles("trap")
+def trap(kernel: Kernel, instruction: Instruction) -> Step:
+    def step(block: Any, active: np.ndarray | None) -> None:
+        raise RuntimeError(f"{kernel.name} has come to a trap")
+
+    return step
 
 
 @handles("ret")

@@ -97,6 +97,30 @@ def literal(text: str, width: int) -> int | None:
     return None
 
 
+PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)[^,\[]*?\s([\w$]+)\s*(?:\[(\d+)\])?\s*(?:,|$)"
+)
+SHARED = re.compile(
+    r"(?:\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)\s*(?:\[(\d*)\])?\s*;"
+)
+
+
+def modules(ptx: str) -> dict[str, str]:
+    """A module of several entries as a module for each of them, by its name."""
+    at = [match.start() for match in re.finditer(r"^\s*(?:\.visible\s+)?\.entry\s", ptx, re.M)]
+    head = ptx[: at[0]]
+    found = {}
+    for begin, end in zip(at, [*at[1:], len(ptx)], strict=True):
+        part = ptx[begin:end]
+        name = re.search(r"\.entry\s+([\w$]+)", part)
+        assert name
+        # Between two entries stand the shared variables of the second one.
+        body = part[: part.rindex("}") + 1]
+        before = "\n".join(match[0] for match in SHARED.finditer(ptx[:begin]) if match[3] in body)
+        found[name[1]] = f"{SHARED.sub('', head)}\n{before}\n{body}"
+    return found
+
+
 class Kernel:
     """One entry of a module, ready to run."""
 
@@ -109,15 +133,23 @@ class Kernel:
         self.name = entry[1]
         self.parameters: dict[str, tuple[int, int]] = {}
         offset = 0
-        for kind, name in re.findall(r"\.param\s+\.(\w+)[^,]*?\s([\w$]+)\s*(?:,|$)", entry[2]):
-            width = WIDTHS[kind]
-            offset = -(-offset // width) * width
+        for align, kind, name, count in PARAMETER.findall(entry[2]):
+            width = WIDTHS[kind] * int(count or 1)
+            aligned = int(align) if count else width
+            offset = -(-offset // aligned) * aligned
             self.parameters[name] = (offset, width)
             offset += width
         self.parameter_bytes = offset
-        size = re.search(r"\.reqntid\s+(\d+)", entry[3])
+        size = re.search(r"\.(?:req|max)ntid\s+(\d+)", entry[3])
         self.threads = int(size[1]) if size else None
-        self.shared_names = re.findall(r"\.shared\s[^;]*?([\w$]+)\s*\[", text)
+        self.shared: dict[str, int] = {}  # addresses; of what is sized by the launch, too
+        self.shared_bytes = 0
+        for match in SHARED.finditer(text):
+            align, kind, name, count = match.groups()
+            aligned = int(align or WIDTHS[kind])
+            self.shared_bytes = -(-self.shared_bytes // aligned) * aligned
+            self.shared[name] = SHARED_START + self.shared_bytes
+            self.shared_bytes += WIDTHS[kind] * (1 if count is None else int(count or 0))
         self.registers: dict[str, int] = {}
         self.widths: list[int] = []
         self.labels: dict[str, int] = {}
@@ -128,14 +160,27 @@ class Kernel:
 
     def _parse(self, body: str) -> None:
         line = ""
+        # Registers of nested scopes, by their names there: outside, a name may be another register's.
+        scopes: list[dict[str, str]] = [{}]
+        count = 0
         body = re.sub(r"^\s*\.file\b.*$", "", body, flags=re.M)
         for statement in re.sub(r"^\s*(\.loc\b.*)$", r"\1;", body, flags=re.M).split(";"):
             rest = " ".join(statement.split())
-            # Scopes such as { .reg .b32 tmp; ... } may share a name: nothing outlives them.
-            while match := re.match(r"[{}]\s*|([\w$]+)\s*:\s*", rest):
-                if match[1]:
-                    self.labels[match[1]] = len(self.instructions)
+            while match := re.match(r"([{}])\s*|([\w$]+)\s*:\s*", rest):
+                if match[1] == "{":
+                    scopes.append({})
+                    count += 1
+                elif match[1]:
+                    scopes.pop()
+                else:
+                    self.labels[match[2]] = len(self.instructions)
                 rest = rest[match.end() :]
+            if rest.startswith(".reg") and len(scopes) > 1:
+                names = split_operands(rest.split(None, 2)[2])
+                scopes[-1] |= {name: f"{name}${count}" for name in names}
+            for scope in reversed(scopes):
+                for name, inner in scope.items():
+                    rest = re.sub(rf"(?<![\w%$]){re.escape(name)}(?![\w$])", inner, rest)
             if rest.startswith(".reg"):
                 self._declare(rest)
             elif match := re.match(r"\.loc (\d+) (\d+)", rest):
@@ -175,8 +220,9 @@ class Kernel:
                 raise Unsupported(f"{operand} is too narrow for .{kind}")
             narrow = UNSIGNED[width]
             return lambda block: block.registers[index].astype(narrow)
-        if operand in self.shared_names:
-            address = np.array([SHARED_START], UNSIGNED[width])
+        if operand in self.shared or operand in self.parameters:
+            start = self.shared.get(operand) or self.parameters[operand][0]
+            address = np.array([start], UNSIGNED[width])
             return lambda block: address
         bits = literal(operand, width)
         if bits is None:
@@ -209,8 +255,9 @@ class Kernel:
         if not match:
             raise Unsupported(f"address {operand}")
         offset = int(match[2] or "0", 0)
-        if match[1] in self.shared_names:
-            fixed = np.array([SHARED_START + offset], np.uint64)
+        if match[1] in self.shared or match[1] in self.parameters:
+            start = self.shared.get(match[1]) or self.parameters[match[1]][0]
+            fixed = np.array([start + offset], np.uint64)
             return lambda block: fixed
         index = self.registers[match[1]]
         shift = np.uint64(offset & (1 << 64) - 1)

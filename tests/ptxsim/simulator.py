@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .instructions import EXIT, YIELD
+from .instructions import EXIT, WAIT, YIELD, DivergentBarrier
 from .memory import UNSIGNED, Memory, MemoryFault, Traffic
 from .ptx import SHARED_START, Kernel, Unsupported
 from .races import Access, Races, Watch
@@ -62,6 +62,10 @@ class Block:
         for width, kind in UNSIGNED.items():
             poison[width] = np.full(threads, (1 << 8 * width) - 1, kind)
         self.registers = [poison[width] for width in kernel.widths]
+        # Threads that go together: those that run now (None for all), and where the others wait to.
+        self.active: np.ndarray | None = None
+        self._others: dict[int, np.ndarray] = {}
+        self._parked: set[int] = set()  # those that can go on only with more threads
 
     def memory_of(self, space: str) -> Any:
         return self._memories[space]
@@ -80,24 +84,62 @@ class Block:
             raise Unsupported(f"special register {name}")
         return np.array([values[name]], np.uint32)
 
+    def part(self, taken: np.ndarray, target: int) -> None:
+        """Some of the running threads go on at `target`, or come to their end."""
+        active = np.ones(self.threads, bool) if self.active is None else self.active
+        self.active = active & ~taken
+        if target != EXIT:
+            self._join(target, taken)
+
+    def _join(self, at: int, threads: np.ndarray) -> None:
+        self._others[at] = self._others[at] | threads if at in self._others else threads
+        self._parked.discard(at)
+
+    def _is_ahead(self, at: int) -> bool:
+        """Whether others must go on first, or are here and go on together with the running threads."""
+        return at in self._others or at > min(self._others.keys() - self._parked, default=at)
+
+    def _furthest_behind(self) -> int:
+        """Where to go on: with those that are furthest behind, so that the others can be joined."""
+        free = self._others.keys() - self._parked
+        if not free:
+            at = min(self._others)
+            raise DivergentBarrier(
+                f"{self._others[at].sum()} of {self.threads} threads: "
+                f"{self.kernel.instructions[at].text}"
+            )
+        at = min(free)
+        threads = self._others.pop(at)
+        self.active = None if threads.all() else threads
+        return at
+
     def run(self, memory: Memory, parameters: bytes) -> Iterator[None]:
         """Pauses after every access to memory and at every barrier."""
         self._memories["global"] = memory
         self.parameters = parameters
         code, at = self.kernel.code, 0
         for _ in range(MOST_STEPS):
-            if at == len(code):
-                return
-            follow = code[at](self)
+            follow = code[at](self) if at < len(code) else EXIT
             if follow is None:
                 at += 1
             elif follow == YIELD:
                 at += 1
                 yield
             elif follow == EXIT:
-                return
+                if not self._others:
+                    return
+                at = self._furthest_behind()
+            elif follow == WAIT:
+                assert self.active is not None
+                self._join(at, self.active)
+                self._parked.add(at)
+                at = self._furthest_behind()
             else:
                 at = int(follow)
+            if self._others and self._is_ahead(at):
+                assert self.active is not None
+                self._join(at, self.active)
+                at = self._furthest_behind()
         raise RuntimeError(f"{self.kernel.name} has not come to an end after {MOST_STEPS} steps")
 
 
@@ -116,8 +158,8 @@ def launch(
     """Run all blocks; what they moved. Data races raise when all have run.
 
     Args:
-        arguments: tensors for their addresses, and integers.
-        shared: bytes of shared memory.
+        arguments: tensors for their addresses, integers, and the bytes of structs.
+        shared: bytes of shared memory, beside what the kernel declares.
         order: "sequential", "reversed" or "random", one block after the other; or "interleaved",
             all of them side by side, switching at any access to memory.
     """
@@ -129,6 +171,11 @@ def launch(
         )
     packed = bytearray(kernel.parameter_bytes)
     for (offset, width), value in zip(kernel.parameters.values(), arguments, strict=True):
+        if isinstance(value, bytes):
+            if len(value) != width:
+                raise ValueError(f"a parameter of {width} bytes is given {len(value)}")
+            packed[offset : offset + width] = value
+            continue
         number = value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
         struct.pack_into("<q" if width == 8 else "<i", packed, offset, number)
     draw = np.random.default_rng(seed)
@@ -143,7 +190,8 @@ def launch(
     races = Races(kernel, blocks, threads, memory) if check_races else None
 
     def started(index: int) -> Iterator[None]:
-        return Block(kernel, index, blocks, threads, shared, races).run(memory, bytes(packed))
+        size = kernel.shared_bytes + shared
+        return Block(kernel, index, blocks, threads, size, races).run(memory, bytes(packed))
 
     memory.traffic = Traffic()
     with np.errstate(all="ignore"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 
 import numpy as np
 import pytest
@@ -15,8 +16,17 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl
 
-from ptxsim import DataRace, Kernel, Memory, MemoryFault, MisalignedAccess, SimulatedGPU, launch
-from ptxsim.ptx import Unsupported, literal
+from ptxsim import (
+    DataRace,
+    DivergentBarrier,
+    Kernel,
+    Memory,
+    MemoryFault,
+    MisalignedAccess,
+    launch,
+)
+from ptxsim.driver import SimulatedGPU
+from ptxsim.ptx import Unsupported, literal, modules
 
 ARCHITECTURES = (80, 90, 100)
 
@@ -173,9 +183,103 @@ def test_what_is_not_known_is_refused(body):
         run(body)
 
 
-def test_threads_that_part_ways_are_refused():
-    with pytest.raises(Unsupported, match="part ways"):
-        run("mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 7; @%p1 bra DONE;\nDONE:")
+# A few threads take a branch, and go on with the others after it; the branch may stand behind that place.
+PARTING = {
+    "before": "@!%p1 bra JOIN;\nmov.u32 %r2, 5;\nJOIN:\n{after}\nret;",
+    "behind": "@%p1 bra FAR;\nJOIN:\n{after}\nret;\nFAR:\nmov.u32 %r2, 5;\nbra JOIN;",
+}
+
+
+@pytest.mark.parametrize("form", PARTING)
+@pytest.mark.parametrize(
+    ("after", "wanted"),
+    [
+        ("add.s32 %r3, %r1, %r2;", [t + (5 if t < 7 else 1) for t in range(32)]),
+        ("shfl.sync.bfly.b32 %r3, %r2, 4, 31, -1;", [5 if t ^ 4 < 7 else 1 for t in range(32)]),
+        ("bar.sync 0; mov.u32 %r3, %r2;", [5 if t < 7 else 1 for t in range(32)]),
+        ("bar.red.or.pred %p2, 0, %p1; selp.u32 %r3, 1, 0, %p2;", [1] * 32),
+    ],
+    ids=["sum", "shuffle", "barrier", "or"],
+)
+def test_threads_that_part_ways_meet_again(form, after, wanted):
+    body = "mov.u32 %r1, %tid.x; mov.u32 %r2, 1; setp.lt.u32 %p1, %r1, 7;"
+    body += "mul.wide.u32 %rd2, %r1, 4; add.s64 %rd3, %rd1, %rd2;\n"
+    after += " st.global.b32 [%rd3], %r3;"
+    assert run(body + PARTING[form].format(after=after), 32).tolist() == wanted
+
+
+def test_a_loop_ends_for_one_thread_after_the_other():
+    body = """
+    mov.u32 %r1, %tid.x; mov.u32 %r2, 0; mov.u32 %r3, 0;
+    AGAIN: add.s32 %r3, %r3, %r2; add.s32 %r2, %r2, 1; setp.le.s32 %p1, %r2, %r1; @%p1 bra AGAIN;
+    mul.wide.u32 %rd2, %r1, 4; add.s64 %rd3, %rd1, %rd2; st.global.b32 [%rd3], %r3;
+    """
+    assert run(body, 32).tolist() == [t * (t + 1) // 2 for t in range(32)]
+
+
+def test_a_barrier_that_some_threads_never_come_to_is_an_error():
+    body = "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 7; @%p1 bra DONE;\nbar.sync 0;\nDONE:"
+    with pytest.raises(DivergentBarrier, match="25 of 32"):
+        run(body)
+
+
+def test_a_register_of_a_scope_is_not_the_one_outside():
+    body = """
+    mov.u32 %r1, 7;
+    { .reg .b32 %r1; mov.u32 %r1, 9; st.global.b32 [%rd1], %r1; }
+    st.global.b32 [%rd1+4], %r1;
+    """
+    assert run(body)[:2].tolist() == [9, 7]
+
+
+def test_what_nvcc_emits_and_triton_does_not():
+    body = """
+    mov.b32 %r1, 0x00012345; clz.b32 %r2, %r1; st.global.b32 [%rd1], %r2;
+    rem.u32 %r3, %r1, 1000; st.global.b32 [%rd1+4], %r3;
+    mov.b32 %r4, 40; shl.b32 %r5, %r1, %r4; st.global.b32 [%rd1+8], %r5;
+    mov.b32 %r6, -5; shr.s32 %r7, %r6, %r4; st.global.b32 [%rd1+12], %r7;
+    cvta.to.global.u64 %rd2, %rd1; mov.b32 %r2, 0; clz.b32 %r3, %r2; st.global.b32 [%rd2+16], %r3;
+    shfl.sync.idx.b32 %r5|%p1, %r1, 3, 0x1c1f, -1; selp.b32 %r6, 1, 0, %p1; st.global.b32 [%rd1+20], %r6;
+    """
+    assert run(body)[:6].tolist() == [15, 0x12345 % 1000, 0, -1, 32, 1]
+    with pytest.raises(RuntimeError, match="trap"):
+        run("trap;")
+
+
+def test_a_struct_is_a_parameter():
+    ptx = """
+    .version 9.0
+    .visible .entry k(.param .align 8 .b8 p[24]) .maxntid 32, 1, 1
+    {
+    .reg .b32 %r<4>; .reg .b64 %rd<4>; .shared .align 8 .b8 first[12]; .shared .align 4 .u8 second;
+    mov.b64 %rd2, p; ld.param.u64 %rd1, [%rd2+8];
+    ld.param.v2.u32 {%r1, %r2}, [p+16]; st.global.v2.b32 [%rd1], {%r1, %r2};
+    mov.u32 %r3, second; st.global.b32 [%rd1+8], %r3;
+    ret;
+    }
+    """
+    data = torch.zeros(4, dtype=torch.int32)
+    memory = Memory()
+    memory.register(data, "data")
+    argument = struct.pack("<qqii", 0, data.data_ptr(), 3, -4)
+    kernel = Kernel(ptx)
+    launch(kernel, 1, 32, [argument], memory, check_races=False)
+    assert data[:2].tolist() == [3, -4] and int(data[2]) % 4 == 0
+    assert kernel.shared_bytes == 13
+    with pytest.raises(ValueError, match="24 bytes is given 8"):
+        launch(kernel, 1, 32, [bytes(8)], memory)
+
+
+def test_a_module_of_several_kernels_comes_apart():
+    ptx = ".version 9.0\n" + "\n".join(
+        f".shared .b8 own{n}[8];\n.visible .entry k{n}()\n{{\nst.shared.b32 [own{n}], 0;\nret;\n}}"
+        for n in range(2)
+    )
+    kernels = {name: Kernel(part) for name, part in modules(ptx).items()}
+    assert [(name, list(k.shared), k.shared_bytes) for name, k in kernels.items()] == [
+        ("k0", ["own0"], 8),
+        ("k1", ["own1"], 8),
+    ]
 
 
 def test_an_endless_loop_ends(monkeypatch):

@@ -1,8 +1,6 @@
 """Fused GPU kernels, for NVIDIA and AMD: one launch of each kind serves all tensors of a bucket.
 
-The kernels are in kernels.py; here are their tables and launches. After the first step of a plan
-nothing is allocated on the device, nothing waits for it, and no address changes, so that a step can be
-captured in a CUDA graph.
+The kernels are in kernels.py; here are their compile-time constants and their launches.
 """
 
 from __future__ import annotations
@@ -12,29 +10,16 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from ...layout import Column, Sum
 from ...planning.plan import Memory
 from ...planning.rows import Bucket, BucketKey
-from ...planning.transfer import numbers_of
 from ...rules import Rule
 from .. import Unavailable
+from ..gpu import GpuBackend, GpuBucket
 
 OLDEST = (3, 4)
 THREADS = 256
-# Chunks are a power of two of elements: many for a small model, and no more than a few
-# thousand partial sums for a large one.
-SMALLEST_CHUNK, LARGEST_CHUNK, WANTED_CHUNKS = 2048, 65536, 8192
-
-
-def chunk_size(numel: int) -> int:
-    """The number of elements per block in a bucket of `numel` elements."""
-    fair = max(1, numel // WANTED_CHUNKS)
-    return min(max(1 << (fair - 1).bit_length(), SMALLEST_CHUNK), LARGEST_CHUNK)
 
 
 def vector_length(dtypes: Iterable[torch.dtype]) -> int:
@@ -94,36 +79,14 @@ def options(target: Any, v: torch.dtype) -> dict[str, Any]:
     return chosen
 
 
-class TritonBackend:
+class TritonBackend(GpuBackend):
     name = "triton"
 
     def __init__(self, kernels: Any, target: Callable[[], Any], device_type: str = "cuda") -> None:
         """`kernels` is the module of kernels, `target` returns the GPU to compile for."""
+        super().__init__(device_type, without_gpu="Triton's interpreter")
         self.kernels = kernels
         self.target = target
-        self.device_type = device_type
-
-    def unfit(self, key: BucketKey) -> str | None:
-        if key.device.type != self.device_type:
-            where = (
-                "a GPU"
-                if self.device_type == "cuda"
-                else "the CPU, where Triton's interpreter runs"
-            )
-            return f"they are on {key.device}; it takes tensors on {where}"
-        for what, dtype in (("parameters", key.param), ("gradients", key.grad)):
-            if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                return (
-                    f"{what} of {dtype}; it takes float32, bfloat16 and float16: use those, "
-                    'or backend="reference"'
-                )
-        for state in (key.m, key.v):
-            if state == torch.float64:
-                return (
-                    f"state of {state}; it keeps float32, bfloat16 and 8-bit state: "
-                    'load float32 state, or use backend="reference"'
-                )
-        return None
 
     def prepare(
         self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
@@ -153,8 +116,8 @@ class TritonBackend:
         return torch.cuda.device(key.device) if self.device_type == "cuda" else nullcontext()
 
 
-class TritonBucket:
-    """What the kernels read and write for one bucket, at addresses that do not change."""
+class TritonBucket(GpuBucket):
+    """A bucket with its compiled kernels and their arguments."""
 
     def __init__(
         self,
@@ -164,21 +127,8 @@ class TritonBucket:
         rule: Rule,
         rounds: tuple[Rule | None, ...],
     ) -> None:
-        self.backend, self.bucket, self.memory = backend, bucket, memory
-        self.rule, self.rounds = rule, rounds
-        self.key, device = bucket.key, bucket.key.device
-        self.chunk_size = chunk_size(int(bucket.table[Column.NUMEL].sum()))
-        chunks = bucket.chunks(self.chunk_size)
-        # Step counts advance in a bucket of empty tensors, too.
-        self.host_chunks = chunks if len(chunks) else np.zeros((1, 2), dtype=np.int64)
-        self.n_chunks = len(self.host_chunks)
-        # On the CPU this shares the bucket's own memory.
-        self.table = torch.from_numpy(bucket.table).to(device, non_blocking=True)
-        self.chunks = torch.from_numpy(self.host_chunks).to(device, non_blocking=True)
-        self.partials = torch.zeros(len(Sum), self.n_chunks, dtype=torch.float64, device=device)
-        self.reduce_ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        self.apply_ticket = torch.zeros(1, dtype=torch.int32, device=device)
-        self.gradients = numbers_of(self.table[Column.G], bucket.table[Column.G])
+        super().__init__(bucket, memory, rule, rounds)
+        self.backend = backend
         inputs, report = memory.inputs, memory.report
         head = (self.table, self.chunks, inputs.groups, inputs.scalars, memory.totals)
         counts = (len(bucket.rows), self.n_chunks, self.chunk_size, len(memory.sums))
@@ -189,22 +139,13 @@ class TritonBucket:
         # Compiled kernels with their constants: of each round, and -1 of apply.
         self.compiled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
-    def load_gradients(self) -> None:
-        self.gradients.send()
-
     def reduce(self, index: int) -> None:
         rule = self.rounds[index]
         assert rule is not None
         self.backend.launch(self, "reduce", rule, self._reduce_args, index)
 
-    def compute(self) -> None:
-        pass
-
     def apply(self, last: bool) -> None:
         self.backend.launch(self, "apply", self.rule, (*self._apply_args, int(last)))
-
-    def finish(self, params: list[Tensor]) -> None:
-        increment_version(params)
 
 
 class InterpreterTarget:

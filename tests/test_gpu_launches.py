@@ -1,6 +1,6 @@
 """What the host does for a GPU: few launches, no waiting, nothing new on the device after a step.
 
-The launches are stubs that count. Where waiting matters, the tensors are fakes on `cuda:0`.
+The launches are stubs that count, of each engine. Where waiting matters, the tensors are fakes on `cuda:0`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 from algorithms import EVERY, NGND, Algorithm, NGNMDv1
 from fake_gpu import Event, FakeGPU, Synchronised, counting, place
-from helpers import replace_triton, warnings_of
+from helpers import replace_backend, warnings_of
 from torch import Tensor
 
 import ngn_kernels.backends as backends
@@ -26,15 +26,21 @@ from ngn_kernels.optimizer import WARNINGS, SkippedStepError
 from ngn_kernels.planning.rows import BucketKey
 from ngn_kernels.planning.transfer import SPARE, Pinned
 
-pytest.importorskip("triton")
-
+ENGINES = ("triton", "cuda")
+EACH_ENGINE = pytest.mark.parametrize("engine", ENGINES)
 CLIPPING = pytest.mark.parametrize("clipping", [None, 1.0], ids=["", "clipping"])
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
-    with FakeGPU(monkeypatch).active() as gpu:
+@pytest.fixture(params=ENGINES)
+def fake_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
+    """Whose engine is the one that `auto` takes."""
+    with FakeGPU(monkeypatch, request.param).active() as gpu:
         yield gpu
+
+
+def on(engine: str) -> pytest.MarkDecorator:
+    """Run a test with a `fake_gpu` on this engine only."""
+    return pytest.mark.parametrize("fake_gpu", [engine], indirect=True)
 
 
 def optimizer_of(
@@ -47,7 +53,7 @@ def optimizer_of(
     ]
     new_gradients(params)
     columns = [{"params": params[i::groups], "lr": 0.1 + i} for i in range(groups)]
-    return algorithm.simple(columns, **{"backend": "triton", **options}), params
+    return algorithm.simple(columns, **options), params
 
 
 def new_gradients(params: list[Tensor]) -> None:
@@ -65,6 +71,7 @@ def launches_of(algorithm: Algorithm, clipping: float | None) -> list[str]:
 
 
 @EVERY
+@EACH_ENGINE
 @pytest.mark.parametrize("tensors", [1, 100, 1000])
 @pytest.mark.parametrize("groups", [1, 20])
 @CLIPPING
@@ -73,11 +80,12 @@ def test_launches_do_not_grow_with_the_model(
     tensors: int,
     groups: int,
     clipping: float | None,
+    engine: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launches, _ = counting(monkeypatch, "cpu")
+    launches, _ = counting(monkeypatch, "cpu", engine)
     optimizer, params = optimizer_of(
-        algorithm, tensors, groups, device="cpu", max_grad_norm=clipping
+        algorithm, tensors, groups, device="cpu", backend=engine, max_grad_norm=clipping
     )
     for _ in range(2):
         new_gradients(params)
@@ -100,7 +108,9 @@ def test_narrow_numbers_take_the_same_launches(
         params: list[Tensor] = [
             torch.nn.Parameter(torch.empty(n, device="cuda:0", dtype=torch.bfloat16)) for n in sizes
         ]
-        optimizer = algorithm.simple(params, backend="triton", **narrow, max_grad_norm=clipping)
+        optimizer = algorithm.simple(
+            params, backend=fake_gpu.name, **narrow, max_grad_norm=clipping
+        )
         new_gradients(params)
         for k in range(3):
             loss = new_loss()
@@ -224,7 +234,7 @@ def test_two_devices(algorithm: Algorithm, clipping: float | None, fake_gpu: Fak
     params: list[Tensor] = [
         torch.nn.Parameter(torch.empty(7 + i, device=f"cuda:{i % 2}")) for i in range(5)
     ]
-    optimizer = algorithm.simple(params, backend="triton", max_grad_norm=clipping)
+    optimizer = algorithm.simple(params, backend=fake_gpu.name, max_grad_norm=clipping)
     optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device="cuda:1")
     for loss in (new_loss("cuda:1"), new_loss("cuda:0"), 1.0, 2.0):
         new_gradients(params)
@@ -325,7 +335,7 @@ def test_a_frozen_parameter_on_the_host_is_not_where_ranks_meet(
 ) -> None:
     frozen = torch.nn.Parameter(torch.empty(3), requires_grad=False)
     params: list[Tensor] = [torch.nn.Parameter(torch.empty(5, device="cuda:0"))]
-    optimizer = NGNMDv1.simple([frozen, *params], backend="triton")
+    optimizer = NGNMDv1.simple([frozen, *params], backend=fake_gpu.name)
     fake_gpu.messages = [message()] * 4
     for _ in range(2):
         new_gradients(params)
@@ -448,6 +458,7 @@ WAITS = {
 }
 
 
+@on("triton")  # it is about the fake GPU, not about the engine
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_a_step_that_waits_is_noticed(wait: Any, fake_gpu: FakeGPU) -> None:
     optimizer, _ = optimizer_of(NGNMDv1, 3)
@@ -590,7 +601,7 @@ def test_pinned_memory_of_a_graph_is_never_rewritten(
 def test_float64_is_refused(dtype: torch.dtype, message: str | None, fake_gpu: FakeGPU) -> None:
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0", dtype=dtype))
     p.grad = torch.empty_like(p)
-    optimizer = NGNMDv1.simple([p], backend="triton")
+    optimizer = NGNMDv1.simple([p], backend=fake_gpu.name)
     if message is None:
         optimizer.step(loss=new_loss())
         return
@@ -605,7 +616,7 @@ def test_float64_falls_back_under_auto(fake_gpu: FakeGPU) -> None:
     key = BucketKey.of(p, {})
     assert backends.select_backend("auto", key).name == "reference"
     single = key._replace(param=torch.float32, grad=torch.float32, m=torch.float32, v=torch.float32)
-    assert backends.select_backend("auto", single).name == "triton"
+    assert backends.select_backend("auto", single).name == fake_gpu.name
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -630,7 +641,7 @@ def test_cpu_tensors_are_refused(fake_gpu: FakeGPU) -> None:
     p = torch.nn.Parameter(torch.empty(3))
     p.grad = torch.empty(3)
     with pytest.raises(RuntimeError, match="they are on cpu; it takes tensors on a GPU"):
-        NGNMDv1.simple([p], backend="triton").step(loss=1.0)
+        NGNMDv1.simple([p], backend=fake_gpu.name).step(loss=1.0)
 
 
 @pytest.fixture
@@ -694,7 +705,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], st
 def test_auto_falls_back_and_says_so_once(
     fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_triton(monkeypatch, "Triton is missing")
+    replace_backend(monkeypatch, "the engine is missing", fake_gpu.name)
     backends._say_once.cache_clear()
     p = torch.nn.Parameter(torch.empty(3, device="cuda:0"))
     key = BucketKey.of(p, {})
@@ -703,4 +714,4 @@ def test_auto_falls_back_and_says_so_once(
         lambda: chosen.update(backends.select_backend("auto", key).name for _ in range(3))
     )
     assert chosen == {"reference"}
-    assert ["Triton is missing" in text for text in said] == [True]
+    assert ["the engine is missing" in text for text in said] == [True]
