@@ -3,7 +3,7 @@
 from . import trainers
 from .messages import SkippedStepError, SkippedStepWarning
 from .optimizer import NGNOptimizer
-from .optimizers import NGN, NGND, NGNM, DecNGNMDv1, NGNMDv1, NGNMDv1W, NGNMDv2
+from .optimizers import NGN, NGND, NGNM, DecNGNMDv1, NGNMDv1, NGNMDv1W, NGNMDv2, NGNMuon
 from .parameter_groups import groups
 from .version import __version__
 
@@ -15,6 +15,7 @@ __all__ = [
     "NGNMDv1",
     "NGNMDv1W",
     "NGNMDv2",
+    "NGNMuon",
     "NGNOptimizer",
     "SkippedStepError",
     "SkippedStepWarning",

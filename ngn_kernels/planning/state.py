@@ -138,6 +138,12 @@ def check_state(
     is_tensor = isinstance(step, Tensor)
     if not (step.numel() == 1 and not step.is_complex() if is_tensor else isinstance(step, Real)):
         raise ValueError(f"the step of {owner} is not one number: {fix}")
+    if rule.directed and "exp_avg_sq" in state:
+        raise ValueError(
+            f"the group of {owner} is spectral now, and its state is of a group that was not: {fix}"
+        )
+    if rule.rms and "momentum_buffer" in state and "exp_avg_sq" not in state:
+        raise ValueError(f"the state of {owner} has no exp_avg_sq, as in a spectral group: {fix}")
     for key in columns_of(rule):
         if key not in state:
             continue
