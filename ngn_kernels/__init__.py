@@ -4,7 +4,7 @@ from . import trainers
 from .messages import SkippedStepError, SkippedStepWarning
 from .optimizer import NGNOptimizer
 from .optimizers import NGN, NGND, NGNM, DecNGNMDv1, NGNMDv1, NGNMDv1W, NGNMDv2, NGNMuon
-from .parameter_groups import groups
+from .parameter_groups import groups, muon_groups
 from .version import __version__
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "SkippedStepWarning",
     "__version__",
     "groups",
+    "muon_groups",
     "trainers",
 ]
 

@@ -333,7 +333,11 @@ class NGNOptimizer(Optimizer):
                 betas = tuple(betas)
             others = group.get("momentum"), group.get("beta2"), group.get("eps")
             values = group["weight_decay"], group.get("step_cap")
-            directions = [group.get(name) for name in SPECTRAL_VALUES]
+            directions = None
+            if "spectral" in group:
+                directions = [
+                    v[:] if isinstance(v, list) else v for v in map(group.get, SPECTRAL_VALUES)
+                ]
             seen.append((lr, betas, others, values, directions, len(group)))
         if seen != self._checked:
             for group in self.param_groups:

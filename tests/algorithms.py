@@ -43,7 +43,9 @@ class Algorithm:
     coordinate: bool = False
     rms: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    spectral: tuple[bool | str, ...] = ()  # of each group that `build` makes, those of `hypers` aside
+    spectral: tuple[
+        bool | str, ...
+    ] = ()  # of each group that `build` makes, those of `hypers` aside
     slack: float = 1.0  # how often the usual rounding is in its step size
 
     def __str__(self) -> str:

@@ -66,7 +66,9 @@ class Spectral:
 
     flat: bool  # the first dimension by all others; otherwise the last two
     match_rms: bool  # 0.2 sqrt(max(rows, columns)); otherwise sqrt(max(1, rows / columns))
-    polynomials: Sequence[tuple[float, float, float]] | None = None  # None: each becomes 1, and 0 stays
+    polynomials: Sequence[tuple[float, float, float]] | None = (
+        None  # None: each becomes 1, and 0 stays
+    )
 
     def direction(self, g: Array, pairs: bool) -> Array:
         numbers = g[..., 0] + 1j * g[..., 1] if pairs else g

@@ -105,7 +105,9 @@ class Row:
         self.m = real_view(local(state["momentum_buffer"])) if rule.momentum else None
         self.v = real_view(local(state["exp_avg_sq"])) if rule.rms else None
         # Written anew in each step.
-        self.direction = torch.zeros_like(self.x, dtype=key.compute_dtype) if rule.directed else None
+        self.direction = (
+            torch.zeros_like(self.x, dtype=key.compute_dtype) if rule.directed else None
+        )
         self.m_scale, self.v_scale = (state.get(scale_key(key)) for key in STATE_KEYS)
         self.remainder = local(state[REMAINDER]) if REMAINDER in state else None
         self.step: Tensor = state["step"]

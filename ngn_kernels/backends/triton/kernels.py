@@ -542,7 +542,8 @@ def apply(
         tail_row, tail_begin, n_all = locate(table, chunks, n_rows, chunk_size, i_chunk)
         kept |= apply_span(
             tail_row, n_rows, tail_begin + (n_all - n_tail), n_tail, k, k_v,
-            MOMENTUM, COORDINATE, ADAMW_DECAY, RMS, DIRECTED, X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, 1, TAIL,
+            MOMENTUM, COORDINATE, ADAMW_DECAY, RMS, DIRECTED,
+            X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, 1, TAIL,
         )
     tl.atomic_max(counts + REASON, tl.full((), ELEMENTS_KEPT, tl.int64), mask=kept != 0, sem="relaxed")
 
