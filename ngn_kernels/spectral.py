@@ -68,12 +68,13 @@ class Spectral(NamedTuple):
 
 def polynomials(coefficients: str | Sequence[float], steps: int) -> tuple[Polynomial, ...]:
     """The polynomial of each step."""
-    if coefficients == POLAR_EXPRESS:
+    if isinstance(coefficients, str):
+        assert coefficients == POLAR_EXPRESS
         chosen = [BEST[min(i, len(BEST) - 1)] for i in range(steps)]
         early = [(a / MARGIN, b / MARGIN**3, c / MARGIN**5) for a, b, c in chosen[:-1]]
         return (*early, chosen[-1])
     a, b, c = coefficients
-    return ((float(a), float(b), float(c)),) * steps  # type: ignore[arg-type]
+    return ((float(a), float(b), float(c)),) * steps
 
 
 def check_matrix(param: Tensor, spectral: Spectral, label: str) -> None:
