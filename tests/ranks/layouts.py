@@ -44,7 +44,7 @@ def groups_of(model: nn.Module, algorithm: Algorithm) -> list[dict[str, Any]]:
     split = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() == 1]]
     return [
         {"params": group, **algorithm.values(hyper)}
-        for group, hyper in zip(split, TWO_GROUPS, strict=True)
+        for group, hyper in zip(split, algorithm.mixed(TWO_GROUPS), strict=True)
     ]
 
 
@@ -222,6 +222,8 @@ def mixed(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
 
     return Run(model, optimizer, step, lambda: weights_of(model))
 
+
+SHARDED = ("fsdp2", "hsdp", "tp", "two_d", "mixed")
 
 # Each layout with the numbers of ranks that it is tried on.
 LAYOUTS: dict[str, tuple[Callable[..., Run], tuple[int, ...]]] = {
