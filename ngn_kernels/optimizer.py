@@ -76,7 +76,7 @@ OR_A_RANK = "(or, on GPUs, a rank raised an error or the ranks disagree on what 
 
 
 class NGNOptimizer(Optimizer):
-    """What the seven algorithms share; they differ by their rule and their defaults.
+    """What the algorithms share; they differ by their rule and their defaults.
 
     Args:
         params: parameters, named parameters, or groups of them.

@@ -33,7 +33,7 @@ BEST: tuple[Polynomial, ...] = (
 MARGIN = 1.01
 
 # Elements of a batch of matrices, whose temporary memory is a few times as large; a matrix is never cut.
-BATCH = 2**24
+BATCH = 2**22
 
 
 class Spectral(NamedTuple):

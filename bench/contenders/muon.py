@@ -35,7 +35,7 @@ def build_ngn(params: list[Tensor], **options: Any) -> Optimizer:
 class MuonWithAdamW(Optimizer):
     """``torch.optim.Muon`` for hidden matrices and a fused AdamW for the others, in one ``step()``."""
 
-    def __init__(self, params: list[Tensor], lr: float) -> None:
+    def __init__(self, params: list[Tensor], lr: float = 1e-3) -> None:
         matrices, others = split(params)
         options = {"lr": lr, "weight_decay": 0.0}
         self.parts: list[Optimizer] = []
