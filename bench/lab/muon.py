@@ -52,7 +52,7 @@ def ngn_muon(
 ) -> Optimizer:
     groups = groups_of(source, lr)
     for group in groups if step_cap else ():
-        group["step_cap"] = step_cap * group["lr_factor"]  # type: ignore[operator]
+        group["step_cap"] = step_cap * group["lr_factor"]
     return ngn_kernels.NGNMuon(
         groups, betas=betas, weight_decay=weight_decay, adjust_lr_fn="original", **options
     )
