@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .distributed.dtensors import is_sharded
 from .options import POLAR_EXPRESS, SPECTRAL_VALUES
 
 Polynomial = tuple[float, float, float]
@@ -78,7 +77,7 @@ def polynomials(coefficients: str | Sequence[float], steps: int) -> tuple[Polyno
 
 
 def check_matrix(param: Tensor, spectral: Spectral, label: str) -> None:
-    """Raise unless a parameter is a matrix, or several, all of which lies on this rank."""
+    """Raise unless a parameter is a matrix, or several."""
     wanted = {True: "is 2", "stack": "is 2 or more"}.get(spectral.form)
     fits = {True: param.dim() == 2, "stack": param.dim() >= 2}.get(spectral.form, True)
     if not fits:
@@ -87,15 +86,6 @@ def check_matrix(param: Tensor, spectral: Spectral, label: str) -> None:
             'write spectral="flat" for a convolution, whose matrix is its first dimension by all others, '
             'spectral="stack" for matrices in the last two dimensions, or spectral=False for g / D; '
             "ngn_kernels.muon_groups(model) makes these groups"
-        )
-    if is_sharded(param) and any(
-        not placement.is_replicate() and param.device_mesh.size(i) > 1  # type: ignore[attr-defined]
-        for i, placement in enumerate(param.placements)  # type: ignore[attr-defined]
-    ):
-        raise NotImplementedError(
-            f"{label} is sharded, and the direction of a matrix needs all of it on one rank: keep it "
-            "whole (DistributedDataParallel, ZeroRedundancyOptimizer with replicas=1, pipeline stages), "
-            "or use spectral=False, or NGNMDv1"
         )
 
 

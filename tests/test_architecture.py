@@ -26,6 +26,7 @@ LAYERS = (
     *("version", "layout", "extension", "messages", "rules", "options", "formats"),
     *(
         "distributed.dtensors",
+        "distributed.owners",
         "spectral",
         "backwards",
         "loss",

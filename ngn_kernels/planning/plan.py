@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed.dtensors import is_sharded, local, same_placement
+from ..distributed.dtensors import is_sharded, is_split, local, same_placement
 from ..formats import REMAINDER, Storage
 from ..layout import Column, Count, Sum
 from ..rules import Rule
@@ -133,6 +133,9 @@ class Plan:
         new = [(bucket, [r for r in bucket.rows if id(r) not in old]) for bucket in buckets]
         self.rows = known_rows + [row for _, rows in new for row in rows]
         self._sharded = any(is_sharded(row.param) for row in self.rows)
+        self.has_split_matrices = any(
+            row.spectral is not None and is_split(row.param) for row in self.rows
+        )
         added = [row for bucket, rows in new for row in bucket.signature_rows(rows)]
         columns = [bucket.table[Column.G] for bucket in buckets]
         if known is None:
@@ -157,7 +160,7 @@ class Plan:
             inputs, report = devices[i].inputs, devices[i].report
             memory = Memory(inputs, report, self.sums[i], self.totals[i], index, gradients)
             if bucket.rule.directed:
-                self._directions.append(Directions(bucket.rows, gradients))
+                self._directions.append(Directions(bucket, gradients, process_group))
             rounds = bucket.rule.reductions(clipping) or self.rounds
             prepared = bucket.backend.prepare(bucket, memory, bucket.rule, rounds)
             self._prepared.append(prepared)
@@ -323,6 +326,7 @@ def draft_plan(
         check_param(param, label)
         if participant.spectral is not None:
             check_matrix(param, participant.spectral, label)
+            misplaced |= is_split(param)
         check_storage(param, storage_of(rule, storage), label)
         held = state.get(param, {})
         check_state(held, param, rule, label)
@@ -367,7 +371,7 @@ def apart(buckets: list[Bucket], written: list[tuple[Tensor, str]]) -> bool:
 def misplaced(plan: Plan | None, draft: Draft | None) -> bool:
     """Whether the step will move tensors between ranks."""
     plans = (plan, None if draft is None else draft.known)
-    return any(p.misplaced for p in plans if p is not None) or (
+    return any(p.misplaced or p.has_split_matrices for p in plans if p is not None) or (
         draft is not None and draft.misplaced
     )
 

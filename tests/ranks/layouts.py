@@ -223,8 +223,6 @@ def mixed(algorithm: Algorithm, dtype: torch.dtype, **options: Any) -> Run:
     return Run(model, optimizer, step, lambda: weights_of(model))
 
 
-SHARDED = ("fsdp2", "hsdp", "tp", "two_d", "mixed")
-
 # Each layout with the numbers of ranks that it is tried on.
 LAYOUTS: dict[str, tuple[Callable[..., Run], tuple[int, ...]]] = {
     "ddp": (ddp, (2, 4)),

@@ -12,7 +12,7 @@ from algorithms import EVERY, Algorithm
 from helpers import bits
 from torch import Tensor
 
-from ranks.layouts import LAYOUTS, SHARDED, Trained, train_whole
+from ranks.layouts import LAYOUTS, Trained, train_whole
 from ranks.narrow import NARROW, SAME_CODES, TOLERANCES
 from ranks.pool import Pool
 
@@ -61,10 +61,6 @@ def test_steps_are_those_of_one_process(
     ranks: Callable[[int], Pool],
 ) -> None:
     options = {"algorithm": str(algorithm), "max_grad_norm": clipping}
-    if algorithm.spectral and layout in SHARDED:
-        with pytest.raises(Exception, match="is sharded, and the direction of a matrix needs all"):
-            trained(layout, size, ranks(size), twice=False, **options)
-        return
     seen = trained(layout, size, ranks(size), twice=clipping is None, **options)
     for k, wanted in enumerate(expected(**options)[1:]):  # type: ignore[arg-type]
         for name, tensor in wanted.items():
