@@ -226,7 +226,7 @@ def test_options(backend: str, coefficients: Any, adjust: str, clip: float | Non
 
 @pytest.mark.parametrize("state", ["8bit", "bfloat16", ("8bit", "float32"), ("float32", "8bit")])
 def test_narrow_state(backend: str, state: Any) -> None:
-    columns = random_columns([[(64, 72), (3, 5)], [(4100,)]])
+    columns = random_columns([[(64, 72), (67, 67), (3, 5)], [(4100,)]])
     groups = [{"params": columns[0]}, {"params": columns[1], "spectral": False}]
     optimizer = muon(groups, backend, lr=0.02, state=state)
     checked_steps(Pair(NGNMuon, optimizer), 0, 1, 2, loss=0.9)
