@@ -25,6 +25,7 @@ POINTERS = {
     "M_SCALE": "float*",
     "V_SCALE": "uint32_t*",
     "REMAINDER": "int16_t*",
+    "D": "const void*",
 }
 SCOPED = {"Reason": "int64_t", "DType": "int", "Rounding": "int"}
 NUMBERS = {"int": "int64_t", "Word": "uint32_t", "float": "double"}

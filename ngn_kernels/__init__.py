@@ -3,8 +3,8 @@
 from . import trainers
 from .messages import SkippedStepError, SkippedStepWarning
 from .optimizer import NGNOptimizer
-from .optimizers import NGN, NGND, NGNM, DecNGNMDv1, NGNMDv1, NGNMDv1W, NGNMDv2
-from .parameter_groups import groups
+from .optimizers import NGN, NGND, NGNM, DecNGNMDv1, NGNMDv1, NGNMDv1W, NGNMDv2, NGNMuon
+from .parameter_groups import groups, muon_groups
 from .version import __version__
 
 __all__ = [
@@ -15,11 +15,13 @@ __all__ = [
     "NGNMDv1",
     "NGNMDv1W",
     "NGNMDv2",
+    "NGNMuon",
     "NGNOptimizer",
     "SkippedStepError",
     "SkippedStepWarning",
     "__version__",
     "groups",
+    "muon_groups",
     "trainers",
 ]
 

@@ -14,7 +14,14 @@ LAYOUT_CHECKSUM: int
 
 class Rule:
     def __init__(
-        self, *, momentum: bool, coordinate: bool, rms: bool, regularised: bool, adamw_decay: bool
+        self,
+        *,
+        momentum: bool,
+        coordinate: bool,
+        rms: bool,
+        regularised: bool,
+        adamw_decay: bool,
+        directed: bool,
     ) -> None: ...
 
 # Types and roundings are the numbers of layout.DType and layout.Rounding.

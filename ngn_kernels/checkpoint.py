@@ -25,7 +25,8 @@ from .planning.state import (
     storage_of,
     wanted_format,
 )
-from .rules import RULES
+from .rules import RULES, Rule
+from .spectral import Spectral
 
 SAVED = "ngn"  # in a saved group: what belongs to the whole optimizer
 
@@ -61,7 +62,7 @@ def load(
             + (
                 "write optimizer.load_adamw_state_dict(state_dict), which takes its second moments, "
                 "its momentum and its step counts over"
-                if RULES[algorithm].rms and RULES[algorithm].momentum
+                if RULES[algorithm].rms and RULES[algorithm].momentum and "spectral" not in defaults
                 else f"{algorithm} keeps another state, so begin it without this one"
             )
         )
@@ -69,20 +70,22 @@ def load(
     check_loadable(groups, current, defaults)
     saved_names = [saved for group in groups for saved in group["params"]]
     owners = dict(zip(saved_names, params, strict=True))
+    for theirs, ours in zip(groups, current, strict=True):
+        for name, value in defaults.items():  # a value that an older file lacks
+            theirs.setdefault(name, ours.get(name, value))
+    rules = {saved: _rule_of(group) for group in groups for saved in group["params"]}
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     for saved, values in state_dict["state"].items():
         if saved not in owners:
             raise ValueError(f"the loaded state has parameter {saved!r}, which is in no group")
         state[owners[saved].param] = load_state(
-            values, owners[saved], defaults["algorithm"], storage
+            values, owners[saved], rules[saved], defaults["algorithm"], storage
         )
     options = saved_options(groups)
     for theirs, ours in zip(groups, current, strict=True):
         theirs["params"] = ours["params"]
         if "param_names" in ours:
             theirs.setdefault("param_names", ours["param_names"])
-        for name, value in defaults.items():  # a value that an older file lacks
-            theirs.setdefault(name, ours.get(name, value))
         theirs[SAVED] = None
     return Loaded(state, groups, options)
 
@@ -136,15 +139,21 @@ def check_loadable(
         check_group({**defaults, **theirs}, defaults)
 
 
+def _rule_of(group: dict[str, Any]) -> Rule:
+    """That of a group's parameters."""
+    rule = RULES[group["algorithm"]]
+    return rule if Spectral.of(group) is None else rule.with_directions()
+
+
 def load_state(
-    values: dict[str, Any], into: LoadedInto, algorithm: str, storage: Storage
+    values: dict[str, Any], into: LoadedInto, rule: Rule, algorithm: str, storage: Storage
 ) -> dict[str, Any]:
     """One parameter's loaded state, copied to its device and memory order.
 
     It is recast only to and from the narrow formats of `state=`. Keys that are not the optimizer's
     are the user's own: they are copied as they are.
     """
-    rule, (param, label, parameter_index) = RULES[algorithm], into
+    param, label, parameter_index = into
     # torch's loader of flattened state gives {} for tensors that were not saved.
     optional = {REMAINDER, *map(scale_key, STATE_KEYS)}
     reserved = {"step", *STATE_KEYS, *optional}

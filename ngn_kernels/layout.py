@@ -30,6 +30,7 @@ class Column(IntEnum):
     REMAINDER = 10  # with exact rounding: int16, the low bits of each float32
     NOISE_KEY = 11
     OFFSET = 12  # index of the row's first element in the whole parameter
+    D = 13  # of a rule with given directions: in the type of the computation, in the order of x
 
 
 class GroupColumn(IntEnum):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
@@ -32,6 +33,7 @@ from .messages import (
 from .options import (
     PER_OPTIMIZER,
     SAVED_OPTIONS,
+    SPECTRAL_VALUES,
     check_group,
     check_group_names,
     require,
@@ -41,6 +43,7 @@ from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misp
 from .planning.rows import Participant
 from .planning.tables import DeviceTables, GroupValues, Skips, StepOptions
 from .rules import RULES, Rule, rule_of
+from .spectral import Spectral, check_matrix
 
 # Attributes that an older pickle or checkpoint lacks, with what they were then.
 NEWER = {
@@ -73,7 +76,7 @@ OR_A_RANK = "(or, on GPUs, a rank raised an error or the ranks disagree on what 
 
 
 class NGNOptimizer(Optimizer):
-    """What the seven algorithms share; they differ by their rule and their defaults.
+    """What the algorithms share; they differ by their rule and their defaults.
 
     Args:
         params: parameters, named parameters, or groups of them.
@@ -164,6 +167,7 @@ class NGNOptimizer(Optimizer):
         self._checked: Any = None
         self.rule = Rule()
         self._values: list[GroupValues] = []
+        self._spectral: list[Spectral | None] = []
 
     def _inner(self) -> NGNOptimizer:
         """Itself, or the optimizer in a wrapper of Lightning's, which is of this class, too."""
@@ -293,12 +297,23 @@ class NGNOptimizer(Optimizer):
                 [*self.defaults, "params", "param_names", SAVED, *PER_OPTIMIZER],
                 type(self).__name__,
             )
-            check_group({**self.defaults, **param_group}, self.defaults)
+            values = {**self.defaults, **param_group}
+            check_group(values, self.defaults)
+            self._check_matrices(values, params)
             param_group[SAVED] = None
         super().add_param_group(param_group)
         self._set_rule(self.rule.momentum)
         self._plan = None
         self._pending.backwards.watch(self.param_groups)
+
+    def _check_matrices(self, values: dict[str, Any], params: list[Any]) -> None:
+        """Raise if a parameter of a new spectral group is no matrix; the first step checks lazy ones."""
+        spectral = Spectral.of(values)
+        for index, item in enumerate(params if spectral is not None else ()):
+            name, param = item if isinstance(item, tuple) else (None, item)
+            if isinstance(param, Tensor) and not is_lazy(param):
+                label = labelled(param, name, index, len(self.param_groups))
+                check_matrix(param, spectral, label)  # type: ignore[arg-type]
 
     def _set_rule(self, momentum: bool) -> None:
         """The point of the grid; momentum is on once any group has had some."""
@@ -319,12 +334,20 @@ class NGNOptimizer(Optimizer):
                 betas = tuple(betas)
             others = group.get("momentum"), group.get("beta2"), group.get("eps")
             values = group["weight_decay"], group.get("step_cap")
-            seen.append((lr, betas, others, values, len(group)))
+            directions = None
+            if "spectral" in group:
+                directions = [
+                    v[:] if isinstance(v, list) else v for v in map(group.get, SPECTRAL_VALUES)
+                ]
+            seen.append((lr, betas, others, values, directions, len(group)))
         if seen != self._checked:
             for group in self.param_groups:
                 check_group(group, self.defaults)
             self._set_rule(self.rule.momentum)
             self._checked = seen
+            spectral = [Spectral.of(group) for group in self.param_groups]
+            if spectral != self._spectral:
+                self._spectral, self._plan = spectral, None
             self._values = [
                 GroupValues(
                     usable_lr(values[0], group, self.defaults),
@@ -345,9 +368,8 @@ class NGNOptimizer(Optimizer):
 
     def _label(self, group: int, index: int) -> str:
         params = self.param_groups[group]
-        name = f" {params['param_names'][index]!r}" if "param_names" in params else ""
-        shape = tuple(params["params"][index].shape)
-        return f"parameter{name} {index} of group {group} (shape {shape})"
+        name = params["param_names"][index] if "param_names" in params else None
+        return labelled(params["params"][index], name, index, group)
 
     # The loss
 
@@ -516,7 +538,7 @@ class NGNOptimizer(Optimizer):
         self, plan: Plan | None, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> Agreement:
         """What must be the same on every rank, made again where something has changed."""
-        made_of = values, self._options(), self._decay_form
+        made_of = values, self._options(), self._decay_form, self._spectral
         if plan is None or self._agreed[0] != made_of:
             options = {
                 "the algorithm": self.defaults["algorithm"],
@@ -528,7 +550,9 @@ class NGNOptimizer(Optimizer):
             groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
             params = [p for group in self.param_groups for p in group["params"]]
             backend = partial(default_backend, self._backend)
-            agreement = self._ranks.agreement(options, groups, params, self._storage, backend)
+            agreement = self._ranks.agreement(
+                options, groups, self._spectral, params, self._storage, backend
+            )
             self._agreed = made_of, agreement
         return self._agreed[1]
 
@@ -594,20 +618,21 @@ class NGNOptimizer(Optimizer):
             known = None
         select = partial(select_backend, self.backend)
         participants = list(self._participants(known))
-        draft = draft_plan(self.state, self.rule, participants, select, self._storage, known)
+        draft = draft_plan(self.state, participants, select, self._storage, known)
         return self._draft() if draft is None else draft
 
     def _participants(self, known: Plan | None) -> Iterator[Participant]:
         """Parameters that have a gradient, or had one before, and have no row in a known plan."""
         there: Collection[int] = () if known is None else known.params
+        spectral = [Spectral.of(group) for group in self.param_groups]
         for number, (group, place, param) in enumerate(self._all_params()):
             if id(param) not in there and (
                 param.grad is not None or (known is None and "step" in self.state.get(param, ()))
             ):
                 label = self._label(group, place)
-                yield Participant(
-                    param, group, label, self._ranks.replicas_of(param, label), number
-                )
+                replicas, how = self._ranks.replicas_of(param, label), spectral[group]
+                rule = self.rule if how is None else self.rule.with_directions()
+                yield Participant(param, group, label, replicas, rule, number, how)
 
     def _make_plan(self, draft: Draft, exchange: Exchange | Alone) -> Plan:
         tables = partial(self._tables_of, alone=exchange is ALONE)
@@ -789,6 +814,12 @@ class NGNOptimizer(Optimizer):
             self._skipped_before += loaded.options["skipped_steps"] - int(self.skipped_steps)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
+
+
+def labelled(param: Tensor, name: str | None, index: int, group: int) -> str:
+    """What errors call a parameter."""
+    named = "" if name is None else f" {name!r}"
+    return f"parameter{named} {index} of group {group} (shape {tuple(param.shape)})"
 
 
 def _betas(group: dict[str, Any]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The seven names: defaults, and the formula as docstring.
+"""The names: defaults, and the formula as docstring.
 
 In the formulas: f the loss, h = f - loss_floor, g the gradient, c = lr, b1 and b2 the betas,
 l = weight_decay, t the number of this step for this parameter. Sums run over all parameters of
@@ -486,6 +486,96 @@ class NGNMDv1W(_MomentumAndRms):
             eps,
             weight_decay=weight_decay,
             step_cap=step_cap,
+            loss_floor=loss_floor,
+            loss_target=loss_target,
+            max_grad_norm=max_grad_norm,
+            decay_form=decay_form,
+            on_skip=on_skip,
+            max_skipped_steps=max_skipped_steps,
+            backend=backend,
+            state=state,
+            rounding=rounding,
+            reduce_group=reduce_group,
+            replicas=replicas,
+            loss_reduction=loss_reduction,
+        )
+
+
+class NGNMuon(NGNOptimizer):
+    """NGN on Muon: matrices step along their orthogonalised gradients, all with NGN's one step size.
+
+    One step:
+
+        d   = s polar(g) where a group is spectral, g / D of NGN-MDv1 elsewhere
+        rho = 2h / (2h + sum(c g d))
+        m  <- b1 m + (1 - b1) c rho d + l c x
+        x  <- x - m
+
+    polar(g) = U V^T for g = U S V^T, so that sum(g d) of a matrix is s times the sum of its singular
+    values. Newton-Schulz computes it, once a step; its polynomials bring singular values to about 1.
+    Momentum is of displacements, where Muon has that of gradients.
+
+    Args:
+        params: matrices, or groups such as ``ngn_kernels.muon_groups(model)`` makes.
+        lr: c, the largest step size; a float or a tensor.
+        betas: (b1, b2); b2 is of the groups that are not spectral.
+        eps: keeps D above 0.
+        spectral: of a group: True for matrices of two dimensions; "flat" for convolutions, whose first
+            dimension is a matrix's rows and all others its columns; "stack" for matrices in the last
+            two dimensions, such as those of experts; False for g / D.
+        adjust_lr_fn: s, as ``torch.optim.Muon`` has it: "match_rms_adamw", with which matrices and the
+            other parameters take about the same lr, or "original".
+        ns_steps: the number of Newton-Schulz's polynomials, each with two products of a matrix and one of
+            its smaller side.
+        ns_coefficients: (a, b, c) of a s + b s^3 + c s^5, or "polar_express", which has others for each.
+        weight_decay: l, decoupled; it enters the momentum.
+        step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
+            step; None: this step's lr.
+
+    The other options are the same for all algorithms: ``NGNOptimizer`` explains them.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        spectral: bool | str = True,
+        adjust_lr_fn: str = "match_rms_adamw",
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] | str = (3.4445, -4.775, 2.0315),
+        weight_decay: float = 0.0,
+        step_cap: float | None = None,
+        loss_floor: float = 0.0,
+        loss_target: float = 0.0,
+        max_grad_norm: float | None = None,
+        decay_form: str = "paper",
+        on_skip: str = "warn",
+        max_skipped_steps: int | None = None,
+        backend: str = "auto",
+        state: str | tuple[str, str] = "float32",
+        rounding: str = "nearest",
+        reduce_group: Any = "auto",
+        replicas: int | None = None,
+        loss_reduction: str = "mean",
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            step_cap=step_cap,
+            spectral=spectral,
+            adjust_lr_fn=adjust_lr_fn,
+            ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
+            algorithm="NGNMuon",
+        )
+        super().__init__(
+            params,
+            defaults,
             loss_floor=loss_floor,
             loss_target=loss_target,
             max_grad_norm=max_grad_norm,

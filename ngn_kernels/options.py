@@ -37,12 +37,19 @@ PER_OPTIMIZER = (
 SAVED_OPTIONS = ("loss_floor", "loss_target", "max_grad_norm", "decay_form")
 
 
+# Values of groups that say whether and how gradients become directions in the spectral norm.
+SPECTRAL_VALUES = ("spectral", "adjust_lr_fn", "ns_steps", "ns_coefficients")
+SPECTRAL_FORMS = (False, True, "flat", "stack")
+SCALES = ("original", "match_rms_adamw")
+POLAR_EXPRESS = "polar_express"
+
 # Values that some algorithms have in each group, with a word on who has them.
 OPTIONAL_VALUES = {
     "momentum": "NGNM has it; the MD family has betas",
     "betas": "the MD family has them",
     "beta2": 'NGND has it with preconditioner="rms"',
     "eps": "algorithms with an RMS preconditioner have it",
+    **dict.fromkeys(SPECTRAL_VALUES, "NGNMuon has it"),
 }
 
 
@@ -120,6 +127,33 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     require("weight_decay", group["weight_decay"], "in [0, inf)", lambda v: 0 <= v < math.inf)
     if group.get("step_cap") is not None:
         require("step_cap", group["step_cap"], "None or in (0, inf)", lambda v: 0 < v < math.inf)
+    if "spectral" in group:
+        check_spectral(*(group[name] for name in SPECTRAL_VALUES))
+
+
+def check_spectral(form: Any, adjust: Any, steps: Any, coefficients: Any) -> None:
+    if form not in SPECTRAL_FORMS or type(form) is int:
+        listed = ", ".join(map(repr, SPECTRAL_FORMS))
+        raise ValueError(f"spectral={form!r}: must be one of {listed}")
+    if adjust not in SCALES:
+        raise ValueError(f"adjust_lr_fn={adjust!r}: must be one of {', '.join(map(repr, SCALES))}")
+    if type(steps) is not int or not 1 <= steps < 100:
+        raise ValueError(f"ns_steps={steps!r}: must be an integer from 1 to 99")
+    if isinstance(coefficients, str) and coefficients == POLAR_EXPRESS:
+        return
+    numbers = coefficients if isinstance(coefficients, (tuple, list)) else ()
+    if len(numbers) != 3 or not all(
+        isinstance(n, Real) and not isinstance(n, bool) and math.isfinite(n) for n in numbers
+    ):
+        raise ValueError(
+            f"ns_coefficients={coefficients!r}: must be three numbers, or {POLAR_EXPRESS!r}"
+        )
+    a, b, c = numbers
+    if not (a > 0 and b * b < 4 * a * c):
+        raise ValueError(
+            f"ns_coefficients={coefficients!r}: a > 0 and b^2 < 4 a c must hold, so that "
+            "a s + b s^3 + c s^5 has the sign of s, and no direction points uphill"
+        )
 
 
 def require(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) -> None:

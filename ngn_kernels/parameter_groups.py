@@ -1,10 +1,12 @@
-"""The two groups that most training scripts make by hand: with weight decay and without."""
+"""The groups that most training scripts make by hand: with weight decay and without, and Muon's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 
 def groups(
@@ -26,21 +28,106 @@ def groups(
         raise TypeError(
             f"groups takes the model itself, a torch.nn.Module, not {type(model).__name__}"
         )
-    embeddings = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    }
+    embeddings = _embeddings(model)
     decayed: list[tuple[str, Tensor]] = []
     others: list[tuple[str, Tensor]] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
             embedding = id(param) in embeddings and not decay_embeddings
             (others if param.ndim < 2 or embedding else decayed).append((name, param))
-    found = [
-        {"params": decayed, "weight_decay": weight_decay, **values},
-        {"params": others, "weight_decay": 0.0, **values},
-    ]
+    return _not_empty(
+        [
+            {"params": decayed, "weight_decay": weight_decay, **values},
+            {"params": others, "weight_decay": 0.0, **values},
+        ]
+    )
+
+
+def muon_groups(
+    model: nn.Module,
+    weight_decay: float = 0.0,
+    *,
+    head: str | None = None,
+    diagonal: Iterable[str] = (),
+    diagonal_lr: float | None = None,
+    **values: Any,
+) -> list[dict[str, Any]]:
+    """A model's parameters in the groups of ``NGNMuon``.
+
+    Spectral are hidden matrices, convolutions, whose matrices are flat, and stacks of matrices, such as
+    the weights of experts. Embeddings, the head and what is tied to them, vectors and scalars are
+    diagonal: they step along g / D. Vectors and scalars have no weight decay. Frozen parameters are left
+    out, and a tied weight is there once.
+
+    Args:
+        model: the module to train.
+        weight_decay: of all groups but that of vectors and scalars.
+        head: the name of the module whose weights are diagonal as the model's last ones; by default the
+            last ``nn.Linear`` of the model; "" for a model without a head.
+        diagonal: names of other modules or parameters that are diagonal, such as the first convolution.
+        diagonal_lr: lr of the diagonal groups, if it is another one.
+        values: further values of all groups, such as ``lr``.
+    """
+    apart = _embeddings(model) | _named(model, [*_head(model, head), *diagonal])
+    convolutions = {id(m.weight) for m in model.modules() if isinstance(m, _ConvNd)}
+    found: dict[str, list[tuple[str, Tensor]]] = {
+        kind: [] for kind in ("matrices", "flat", "stack", "diagonal", "vectors")
+    }
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        if param.ndim < 2:
+            kind = "vectors"
+        elif id(param) in apart:
+            kind = "diagonal"
+        elif id(param) in convolutions:
+            kind = "flat"
+        else:
+            kind = "matrices" if param.ndim == 2 else "stack"
+        found[kind].append((name, param))
+    of_diagonal = values if diagonal_lr is None else {**values, "lr": diagonal_lr}
+    spectral: dict[str, bool | str] = {"matrices": True, "flat": "flat", "stack": "stack"}
+    return _not_empty(
+        [
+            {
+                "params": params,
+                "weight_decay": 0.0 if kind == "vectors" else weight_decay,
+                "spectral": spectral.get(kind, False),
+                **(values if kind in spectral else of_diagonal),
+            }
+            for kind, params in found.items()
+        ]
+    )
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    modules = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    return {id(module.weight) for module in modules}
+
+
+def _head(model: nn.Module, name: str | None) -> list[str]:
+    """The name of the head, if there is one."""
+    if name is not None:
+        return [name] if name else []
+    return [n for n, module in model.named_modules() if isinstance(module, nn.Linear)][-1:]
+
+
+def _named(model: nn.Module, names: Iterable[str]) -> set[int]:
+    """The parameters with these names, and those of modules with these names."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    params = dict(model.named_parameters(remove_duplicate=False))
+    found = set()
+    for name in names:
+        if name in modules:
+            found |= {id(param) for param in modules[name].parameters()}
+        elif name in params:
+            found.add(id(params[name]))
+        else:
+            raise ValueError(f"the model has no module or parameter {name!r}")
+    return found
+
+
+def _not_empty(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = [group for group in found if group["params"]]
     if not found:
         raise ValueError("the model has no parameter that requires a gradient")

@@ -20,6 +20,7 @@ class Rule:
             to the displacement.
         adamw_decay: weight decay is taken off the parameter beside the displacement, so that
             momentum does not keep it, and follows gamma, the step size that is taken, not c.
+        directed: the direction d that takes the place of g / D is given, in a column of its own.
     """
 
     momentum: bool = False
@@ -27,33 +28,48 @@ class Rule:
     rms: bool = False
     regularised: bool = False
     adamw_decay: bool = False
+    directed: bool = False
 
     @property
     def reduce_reads(self) -> tuple[str, ...]:
-        """The columns that its sum is taken over: g, v and x; none where it needs no sum."""
+        """The columns that its sum is taken over: g, d, v and x; none where it needs no sum."""
         if self.coordinate:
             return ()
-        return _present(g=True, v=self.rms, x=self.regularised)
+        return _present(g=True, d=self.directed, v=self.rms, x=self.regularised)
 
     @property
     def apply_reads(self) -> tuple[str, ...]:
-        """The columns that the update reads: g gradient, v second moment, m momentum, x parameter."""
-        return ("g", *self.apply_writes)
+        """The columns that the update reads: g gradient, or d direction, v second moment, m momentum,
+        x parameter."""
+        return ("d" if self.directed else "g", *self.apply_writes)
 
     @property
     def apply_writes(self) -> tuple[str, ...]:
         """The columns that the update writes."""
         return _present(v=self.rms, m=self.momentum, x=True)
 
+    @property
+    def sums_clipped(self) -> bool:
+        """Whether its sum is over clipped gradients, so that their norm is a sum of its own.
+
+        D depends on the clipped gradient, and a rule with given directions shares its sum with one
+        that has a D.
+        """
+        return self.rms or self.directed
+
     def reductions(self, clipping: bool) -> tuple[Rule, ...]:
         """The sums that must be known before the first write, as rules to reduce in this order.
 
-        D depends on the clipped gradient, so RMS rules need the norm before their own sum; the
-        norm is what NGN reduces. A scalar rule without RMS gets it from its own reduce. Momentum
-        plays no part in a sum, so it is off here and a backend needs no variants for it.
+        The norm is what NGN reduces. A scalar rule whose sum is over unclipped gradients gets it from
+        its own reduce. Momentum plays no part in a sum, so it is off here and a backend needs no
+        variants for it.
         """
         own = () if self.coordinate else (replace(self, momentum=False, adamw_decay=False),)
-        return (NORM, *own) if clipping and (self.coordinate or self.rms) else own
+        return (NORM, *own) if clipping and (self.coordinate or self.sums_clipped) else own
+
+    def with_directions(self) -> Rule:
+        """That of parameters whose directions are given, beside others of the same optimizer."""
+        return replace(self, rms=False, directed=True)
 
 
 def _present(**columns: bool) -> tuple[str, ...]:
@@ -71,6 +87,7 @@ RULES: dict[str, Rule] = {
     "NGNMDv2": Rule(momentum=True, coordinate=True, rms=True),
     "DecNGNMDv1": Rule(momentum=True, rms=True),
     "NGNMDv1W": Rule(momentum=True, rms=True, regularised=True),
+    "NGNMuon": Rule(momentum=True, rms=True),
 }
 DECAY_FORMS = ("paper", "adamw")
 

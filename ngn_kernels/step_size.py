@@ -41,8 +41,7 @@ def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
     h = aimed_loss(inputs)
     max_grad_norm = inputs.scalars[Input.MAX_GRAD_NORM]
     clip = clip_factor(squared_norm, max_grad_norm)
-    # Without RMS the sum was taken over unclipped gradients.
-    q = weighted if rule.rms else clip * clip * weighted
+    q = weighted if rule.sums_clipped else clip * clip * weighted
     denominator = 2 * h + q
     rho = torch.clamp(2 * h - alignment, min=0.0) / denominator
     rho = rho.masked_fill(denominator == 0, 1.0)
@@ -56,7 +55,7 @@ def shrink(rule: Rule, sums: Tensor, inputs: Inputs) -> Shrink:
         (inputs.scalars[Input.FOUND_INF] != 0, Reason.AMP_OVERFLOW),
     ):
         reason = reason.masked_fill(condition, int(code))
-    if rule.coordinate or rule.rms:
+    if rule.coordinate or rule.sums_clipped:
         squared_norm = squared_norm.masked_fill(~max_grad_norm.isfinite(), math.nan)
     return Shrink(rho, clip, squared_norm, reason)
 

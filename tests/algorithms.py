@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ class Hyper(NamedTuple):
     eps: float = 1e-8
     weight_decay: float = 0.0
     step_cap: float | None = None
+    spectral: bool | str = False
 
 
 TWO_GROUPS = (Hyper(0.3, 0.9, 0.99, 1e-8, 0.02), Hyper(0.05, 0.5, 0.999, 1e-4, 0.3))
@@ -41,14 +43,18 @@ class Algorithm:
     coordinate: bool = False
     rms: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    spectral: tuple[
+        bool | str, ...
+    ] = ()  # of each group that `build` makes, those of `hypers` aside
+    slack: float = 1.0  # how often the usual rounding is in its step size
 
     def __str__(self) -> str:
-        return self.name + ("-rms" if self.options else "")
+        return self.name + ("-rms" if "preconditioner" in self.options else "")
 
     @property
     def rule_name(self) -> str:
         """Its key in the library's grid."""
-        return self.name + ("(rms)" if self.options else "")
+        return self.name + ("(rms)" if "preconditioner" in self.options else "")
 
     @property
     def cls(self) -> type[torch.optim.Optimizer]:
@@ -70,6 +76,8 @@ class Algorithm:
             values["beta2"] = hyper.beta2
         if self.rms:
             values["eps"] = hyper.eps
+        if self.spectral:
+            values["spectral"] = hyper.spectral
         return values
 
     def build(
@@ -81,9 +89,16 @@ class Algorithm:
         """An optimizer with one group per column of parameters."""
         groups = [
             {"params": list(column), **self.values(hyper)}
-            for column, hyper in zip(columns, hypers, strict=True)
+            for column, hyper in zip(columns, self.mixed(hypers), strict=True)
         ]
         return self.cls(groups, **{**self.options, **options})
+
+    def mixed(self, hypers: Sequence[Hyper]) -> list[Hyper]:
+        """With spectral groups and others by turns, where the algorithm has both."""
+        if not self.spectral:
+            return list(hypers)
+        turns = itertools.cycle(self.spectral)
+        return [h if h.spectral else h._replace(spectral=next(turns)) for h in hypers]
 
     def simple(self, params: Iterable[Any], **options: Any) -> Any:
         """An optimizer with one group and the defaults of its class."""
@@ -101,7 +116,18 @@ NGNMDv2 = Algorithm("NGNMDv2", ("", "gvmx", "vmx"), momentum="betas", coordinate
 DecNGNMDv1 = Algorithm("DecNGNMDv1", ("gv", "gvmx", "vmx"), momentum="betas", rms=True)
 NGNMDv1W = Algorithm("NGNMDv1W", ("gvx", "gvmx", "vmx"), momentum="betas", rms=True)
 
-ALGORITHMS = (NGN, NGNM, NGND, NGND_RMS, NGNMDv1, NGNMDv2, DecNGNMDv1, NGNMDv1W)
+# "flat", because it takes parameters of any shape: a vector is a matrix of one column.
+NGNMuon = Algorithm(
+    "NGNMuon",
+    ("gv", "gvmx", "vmx"),
+    momentum="betas",
+    rms=True,
+    options={"spectral": False, "adjust_lr_fn": "original"},
+    spectral=("flat", False),
+    slack=16.0,
+)
+
+ALGORITHMS = (NGN, NGNM, NGND, NGND_RMS, NGNMDv1, NGNMDv2, DecNGNMDv1, NGNMDv1W, NGNMuon)
 EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 SCALAR = tuple(a for a in ALGORITHMS if not a.coordinate)
 COORDINATE = tuple(a for a in ALGORITHMS if a.coordinate)

@@ -1,4 +1,4 @@
-"""The paper's seven algorithms in float64 numpy, in the iterate form in which they are printed.
+"""The algorithms in float64 numpy, in the iterate form in which the paper prints them.
 
 Every update is written as x^{k+1} from x^k, x^{k-1} and v^{k-1}, with the printed divisions by
 2f and their limits at f = 0 spelled out.  It shares no code with the package, not even its shape:
@@ -6,11 +6,13 @@ the package carries a displacement m and never divides by the loss.
 
 Symbols: c = lr, λ = weight_decay, D = diag(ε + sqrt(v / (1 − β₂^t))), f = loss − loss_floor.
 Beyond the paper: a loss target takes its share off f, and with a step cap c is the cap, and the whole
-step but for its momentum is multiplied by lr / c.
+step but for its momentum is multiplied by lr / c. In a spectral group the direction of a matrix U S V^T is
+s U p(S) V^T in the place of g / D, where p is a few odd polynomials one after the other, or 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +21,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-SCALAR = {"NGN", "NGNM", "NGNMDv1", "DecNGNMDv1", "NGNMDv1W"}
+SCALAR = {"NGN", "NGNM", "NGNMDv1", "DecNGNMDv1", "NGNMDv1W", "NGNMuon"}
 COORDINATE = {"NGND", "NGNMDv2"}
-RMS = {"NGNMDv1", "NGNMDv2", "DecNGNMDv1", "NGNMDv1W"}
+RMS = {"NGNMDv1", "NGNMDv2", "DecNGNMDv1", "NGNMDv1W", "NGNMuon"}
 
 
 @dataclass
@@ -32,9 +34,17 @@ class Variable:
     previous: Array
     v: Array
     t: int = 0
+    pairs: bool = False  # whether the last dimension has the two parts of complex numbers
+    moved: float = 0.0  # the largest element of the last step along a direction in a spectral group
 
     @staticmethod
-    def at(x: Array, m: Array | None = None, v: Array | None = None, t: int = 0) -> Variable:
+    def at(
+        x: Array,
+        m: Array | None = None,
+        v: Array | None = None,
+        t: int = 0,
+        pairs: bool = False,
+    ) -> Variable:
         """A variable at x that arrived there by the displacement m: x^{k-1} = x^k + m."""
         x = np.array(x, dtype=np.float64)
         return Variable(
@@ -42,11 +52,50 @@ class Variable:
             previous=x.copy() if m is None else x + m,
             v=np.zeros_like(x) if v is None else np.array(v, dtype=np.float64),
             t=t,
+            pairs=pairs,
         )
 
     @property
     def momentum_buffer(self) -> Array:
         return self.previous - self.x
+
+
+@dataclass
+class Spectral:
+    """How the gradients of a group are matrices, and what becomes of their singular values."""
+
+    flat: bool  # the first dimension by all others; otherwise the last two
+    match_rms: bool  # 0.2 sqrt(max(rows, columns)); otherwise sqrt(max(1, rows / columns))
+    polynomials: Sequence[tuple[float, float, float]] | None = (
+        None  # None: each becomes 1, and 0 stays
+    )
+
+    def direction(self, g: Array, pairs: bool) -> Array:
+        numbers = g[..., 0] + 1j * g[..., 1] if pairs else g
+        if not numbers.size:
+            return np.zeros_like(g)
+        if self.flat:
+            matrices = numbers.reshape(1, numbers.shape[0] if numbers.ndim else 1, -1)
+        else:
+            matrices = numbers.reshape(-1, *numbers.shape[-2:])
+        rows, columns = matrices.shape[1:]
+        scale = 0.2 * max(rows, columns) ** 0.5 if self.match_rms else max(1, rows / columns) ** 0.5
+        found = np.stack([scale * self._orthogonalised(m) for m in matrices])
+        found = found.reshape(numbers.shape)
+        return np.stack([found.real, found.imag], -1) if pairs else found
+
+    def _orthogonalised(self, matrix: Any) -> Any:
+        u, s, vh = np.linalg.svd(matrix, full_matrices=False)
+        if s[0] == 0:
+            return np.zeros_like(matrix)
+        s = s / s[0]
+        if self.polynomials is None:
+            s = np.where(s > 1e-12, 1.0, 0.0)
+        else:
+            s = s / np.sqrt(np.sum(s * s))
+            for a, b, c in self.polynomials:
+                s = a * s + b * s**3 + c * s**5
+        return (u * s) @ vh
 
 
 @dataclass
@@ -58,6 +107,7 @@ class Group:
     eps: float = 1e-8
     weight_decay: float = 0.0
     step_cap: float | None = None
+    spectral: Spectral | None = None
 
     @property
     def c(self) -> float:
@@ -103,20 +153,26 @@ class Oracle:
             norm = np.sqrt(sum(np.sum(g * g) for _, _, g in moving))
             s = min(1.0, self.max_grad_norm / (norm + 1e-6))
             moving = [(j, variable, s * g) for j, variable, g in moving]
-        diagonals = [self._precondition(self.groups[j], variable, g) for j, variable, g in moving]
-
         if self.algorithm in COORDINATE:
-            for (j, variable, g), D in zip(moving, diagonals, strict=True):
+            for j, variable, g in moving:
+                D = self._precondition(self.groups[j], variable, g)
                 gamma = coordinate_step_size(self.groups[j].c, f, g, D)
                 self._move(self.groups[j], variable, gamma * g, self.groups[j].c)
             return
 
-        gammas = self._scalar_step_sizes(f, moving, diagonals)
-        for (j, variable, g), D in zip(moving, diagonals, strict=True):
-            self._move(self.groups[j], variable, gammas[j] * g / D, gammas[j])
+        directions = [self._direction(self.groups[j], variable, g) for j, variable, g in moving]
+        gammas = self._scalar_step_sizes(f, moving, directions)
+        for (j, variable, _), d in zip(moving, directions, strict=True):
+            self._move(self.groups[j], variable, gammas[j] * d, gammas[j])
         self.step_sizes = [
             group.schedule * gamma for group, gamma in zip(self.groups, gammas, strict=True)
         ]
+
+    def _direction(self, group: Group, variable: Variable, g: Array) -> Array:
+        if group.spectral is None:
+            return g / self._precondition(group, variable, g)
+        variable.t += 1
+        return group.spectral.direction(g, variable.pairs)
 
     def _precondition(self, group: Group, variable: Variable, g: Array) -> Array:
         variable.t += 1
@@ -125,12 +181,11 @@ class Oracle:
         variable.v = np.asarray(group.beta2 * variable.v + (1 - group.beta2) * g * g)
         return group.eps + np.sqrt(variable.v / (1 - group.beta2**variable.t))
 
-    def _scalar_step_sizes(self, f: float, moving: Any, diagonals: list[Array]) -> list[float]:
+    def _scalar_step_sizes(self, f: float, moving: Any, directions: list[Array]) -> list[float]:
         """γ_j of every group j; the groups share one denominator, and one bracket in NGN-MDv1W."""
         caps = [self._cap(group) for group in self.groups]
         norm = sum(
-            caps[j] * float(np.sum(g * g / D))
-            for (j, _, g), D in zip(moving, diagonals, strict=True)
+            caps[j] * float(np.sum(g * d)) for (j, _, g), d in zip(moving, directions, strict=True)
         )
         pull = 0.0
         if self.algorithm == "NGNMDv1W":
@@ -154,6 +209,10 @@ class Oracle:
 
     def _move(self, group: Group, variable: Variable, direction: Array, size: float) -> None:
         x, previous = variable.x, variable.previous
+        variable.moved = 0.0
+        if group.spectral is not None:
+            largest = float(np.abs(direction).max(initial=0.0))
+            variable.moved = group.schedule * (1 - group.beta1) * largest
         decay = group.weight_decay * group.c
         if self.adamw_decay:  # the momentum goes on from where the decayed parameter is
             decayed = x - group.weight_decay * group.schedule * size * x

@@ -178,6 +178,7 @@ class Run(RandomisedRun):
             eps=rng.choice((1e-8, 1e-4, 1e-2)),
             weight_decay=rng.choice((0.0, 0.0, 1e-3, 0.1)),
             step_cap=rng.choice((None, None, 0.05, 3.0)),
+            spectral=rng.choice(("flat", False)),
         )
 
     def new_decay_form(self, rng: random.Random) -> str:
@@ -288,10 +289,15 @@ def a_group_is_added(run: Run, rng: random.Random) -> Any:
     run.optimizer.add_param_group({"params": params, **values})
 
 
+def alike(group: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether their parameters keep the same state."""
+    return group.get("spectral") == other.get("spectral")
+
+
 @event()
 def groups_are_merged(run: Run, rng: random.Random) -> Any:
     groups = run.optimizer.param_groups
-    if len(groups) < 2:
+    if len(groups) < 2 or not alike(groups[0], groups[-1]):
         return False
     groups[0]["params"] += groups.pop()["params"]
 
@@ -299,7 +305,7 @@ def groups_are_merged(run: Run, rng: random.Random) -> Any:
 @event()
 def a_parameter_is_moved(run: Run, rng: random.Random) -> Any:
     groups = run.optimizer.param_groups
-    if len(groups) < 2 or not groups[-1]["params"]:
+    if len(groups) < 2 or not groups[-1]["params"] or not alike(groups[0], groups[-1]):
         return False
     groups[0]["params"].append(groups[-1]["params"].pop(0))
 
@@ -363,7 +369,8 @@ def a_parameter_is_laid_out_anew(run: Run, rng: random.Random) -> None:
 def values_change(run: Run, rng: random.Random) -> None:
     """As a scheduler does it; an lr may become a tensor."""
     group = rng.choice(run.optimizer.param_groups)
-    group.update(run.algorithm.values(run.new_hyper(rng)))
+    hyper = run.new_hyper(rng)._replace(spectral=group.get("spectral", False))
+    group.update(run.algorithm.values(hyper))
     if rng.random() < 0.3:
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
 

@@ -26,7 +26,16 @@ PACKAGE = Path(ngn_kernels.__file__).parent
 # one of them has a layer of its own.
 LAYERS = (
     *("version", "layout", "extension", "messages", "rules", "options", "formats"),
-    *("distributed.dtensors", "backwards", "loss", "planning.checks", "planning.state", "adamw"),
+    *(
+        "distributed.dtensors",
+        "distributed.owners",
+        "spectral",
+        "backwards",
+        "loss",
+        "planning.checks",
+        "planning.state",
+        "adamw",
+    ),
     *("checkpoint", "parameter_groups", "planning.signature", "planning.transfer"),
     *("planning.tables", "step_size", "planning", "distributed", "backends"),
     *("hooks", "optimizer", "optimizers", "trainers", "__init__", "doctor", "__main__"),

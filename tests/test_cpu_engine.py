@@ -226,8 +226,8 @@ def make_bucket(param: Tensor, grad: Tensor) -> tuple[Bucket, Row]:
     rule = RULES["NGN"]
     state: dict[str, Tensor] = {}
     init_state(state, param, rule)
-    row = Row(Participant(param, 0, "parameter 0", replicas=1), state, rule)
     key = BucketKey(param.device, param.dtype, grad.dtype, torch.float32, torch.float32)
+    row = Row(Participant(param, 0, "parameter 0", 1, rule), state, key)
     bucket = Bucket(key, [row], None)
     bucket.table[Column.G] = [grad.data_ptr()]
     return bucket, row
@@ -263,7 +263,12 @@ def test_more_than_two_to_the_31_elements() -> None:
         rounding=Rounding.NEAREST,
     )
     rule = _cpu.Rule(
-        momentum=False, coordinate=False, rms=False, regularised=False, adamw_decay=False
+        momentum=False,
+        coordinate=False,
+        rms=False,
+        regularised=False,
+        adamw_decay=False,
+        directed=False,
     )
     tables.reduce(rule, 2)
     tables.apply(rule, 2, True)
@@ -348,6 +353,7 @@ def test_the_bindings_check_for_missing_state() -> None:
         "rms": False,
         "regularised": False,
         "adamw_decay": False,
+        "directed": False,
     }
     with pytest.raises(ValueError, match="no momentum buffer"):
         tables.apply(_cpu.Rule(**{**flags, "momentum": True}), 1, True)
@@ -355,6 +361,10 @@ def test_the_bindings_check_for_missing_state() -> None:
         tables.reduce(_cpu.Rule(**{**flags, "rms": True}), 1)
     with pytest.raises(ValueError, match="nothing to reduce"):
         tables.reduce(_cpu.Rule(**{**flags, "coordinate": True}), 1)
+    with pytest.raises(ValueError, match="no direction"):
+        tables.apply(_cpu.Rule(**{**flags, "directed": True}), 1, True)
+    with pytest.raises(ValueError, match="given directions have no rms"):
+        tables.reduce(_cpu.Rule(**{**flags, "directed": True, "rms": True}), 1)
 
 
 NO_THREADS = """

@@ -123,6 +123,8 @@ def test_complex_is_pairs_of_reals(algorithm: Algorithm, backend: str, layout: s
         q.grad = torch.view_as_real(p.grad).clone()
         pair.checked_step(0.8)
         real.step(loss=0.8)
+        if algorithm.spectral:  # the matrix of the pairs is another one
+            continue
         torch.testing.assert_close(torch.view_as_real(p.detach()), q.detach(), rtol=1e-6, atol=1e-7)
 
 

@@ -23,6 +23,7 @@ hypers = st.builds(
     eps=st.sampled_from([1e-8, 1e-3, 1.0]),
     weight_decay=st.sampled_from([0.0, 1e-4, 0.1]),
     step_cap=st.sampled_from([None, 0.05, 3.0]),
+    spectral=st.sampled_from(["flat", False]),
 )
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.tuples(st.integers(0, 3000))
 tensors = st.tuples(

@@ -189,7 +189,7 @@ def test_schedulers_of_the_helper(optim_info: Any, backend: str) -> None:
 @EVERY
 def test_can_load_older_state_dict(optim_info: Any, backend: str) -> None:
     """A group without options that came later is filled from the defaults on load."""
-    weight = Parameter(torch.ones(2))
+    weight = Parameter(torch.ones(2, 2))
     optimizer = optim_info.optim_cls([weight], backend=backend)
     optimizer.step(closure_of(optimizer))
     saved = copy.deepcopy(optimizer.state_dict())

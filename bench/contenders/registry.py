@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 
 import ngn_kernels
 from ngn_kernels.formats import ROUNDINGS
+from ngn_kernels.rules import RULES
 
 from ..environment import BACKENDS
 from ..errors import BenchError, unknown_name
+from .muon import MuonWithAdamW, build_ngn
 from .plain_torch import PlainNGNMDv1
-from .traffic import PASSES, Passes, format_words, narrowed, storage_of, stored
+from .traffic import PASSES, Passes, format_words, narrowed, passes_of, storage_of, stored
 from .variants import NGN_VARIANTS, NGNVariant
 
 Build = Callable[..., Optimizer]
@@ -34,6 +36,8 @@ DTYPES = {
 }
 BASELINE = "adamw:fused"
 ITSELF = "itself"
+MUON = "ngnmuon"
+NEWTON_SCHULZ = 1000.0  # what its polynomials make of a rounding error
 FLOAT32_CORRECTION = 100.0  # 1 − β₂ᵗ in float32 costs two or three digits
 
 
@@ -134,6 +138,22 @@ def _all_contenders() -> Iterable[Contender]:
                 uses_loss=True,
                 unfused=backend == "reference",
             )
+    directed = passes_of(RULES["NGNMuon"].with_directions())
+    for backend in BACKENDS:
+        yield Contender(
+            f"{MUON}:{backend}",
+            f"NGN-Muon · {backend}",
+            directed,
+            functools.partial(build_ngn, backend=backend),
+            functools.partial(build_ngn, backend="reference"),
+            ITSELF if backend == "reference" else "reference",
+            uses_loss=True,
+            slack=NEWTON_SCHULZ,
+            opaque=True,
+        )
+    yield Contender(
+        "muon:torch", "Muon and AdamW · torch, fused", directed, MuonWithAdamW, opaque=True
+    )
     yield Contender(
         "ngnmdv1:plain",
         "NGN-MDv1 · plain torch",
@@ -299,7 +319,7 @@ def base_name(name: str) -> str:
 def is_ngn(name: str) -> bool:
     """Whether a contender is this library's: an NGN rule on one of its backends."""
     rule, _, form = base_name(name).partition(":")
-    return rule in NGN_VARIANTS and form in BACKENDS
+    return (rule in NGN_VARIANTS or rule == MUON) and form in BACKENDS
 
 
 def is_reference(name: str) -> bool:
@@ -312,7 +332,7 @@ def _expand(name: str, backend: str) -> list[str]:
         return [name]
     if name == "ngn-all":
         return [f"{rule}:{backend}" for rule in NGN_VARIANTS]
-    if name in NGN_VARIANTS:
+    if name in NGN_VARIANTS or name == MUON:
         return [f"{name}:{backend}"]
     groups = {
         "all": lambda _: True,
@@ -326,7 +346,7 @@ def _expand(name: str, backend: str) -> list[str]:
         raise unknown_name(
             "contender",
             name,
-            [*NGN_VARIANTS, "ngn-all", *groups, *CONTENDERS],
+            [*NGN_VARIANTS, MUON, "ngn-all", *groups, *CONTENDERS],
             "A rule is measured on the fastest backend that runs; ngnmdv1:reference asks for one "
             f"({', '.join(BACKENDS)}). Groups: ngn-all, torch-all, momo-all, rivals, all.",
             [*NGN_VARIANTS, *(name for name in CONTENDERS if not is_ngn(name))],

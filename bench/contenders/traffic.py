@@ -26,7 +26,7 @@ from .variants import NGN_VARIANTS
 
 @dataclass(frozen=True)
 class Passes:
-    """Streams of a rule: g gradient, x parameter, m momentum, v second moment.
+    """Streams of a rule: g gradient, d given direction, x parameter, m momentum, v second moment.
 
     `reduce` moves before the step size is known, `apply` after it; a stream that is read and
     written stands twice. `wide_state` keeps m and v in float32 also for parameters in half
@@ -65,7 +65,13 @@ class Passes:
 
     def _bytes(self, streams: Iterable[str], dtype: torch.dtype) -> float:
         state = max(4, dtype.itemsize) if self.wide_state else dtype.itemsize
-        width = {"g": dtype.itemsize, "m": state, "v": state, **self.narrow}
+        width = {
+            "g": dtype.itemsize,
+            "d": max(4, dtype.itemsize),
+            "m": state,
+            "v": state,
+            **self.narrow,
+        }
         width["x"] = dtype.itemsize + self.narrow.get("x", 0)
         return sum(width[stream] for stream in streams)
 

@@ -105,7 +105,7 @@ class Variant:
         return columns
 
     def __str__(self) -> str:
-        flags = ("momentum", "coordinate", "rms", "regularised", "adamw_decay")
+        flags = ("momentum", "coordinate", "rms", "regularised", "adamw_decay", "directed")
         names = [flag for flag in flags if getattr(self.rule, flag)] or ["plain"]
         text = f"{self.kernel} {'+'.join(names)} x:{short(self.param)} g:{short(self.grad)}"
         read = column_types(self.kernel, self.rule, self.key)
@@ -115,11 +115,17 @@ class Variant:
         return text if self.rounding == "nearest" else f"{text} {self.rounding}"
 
 
+DIRECTED = RULES["NGNMuon"].with_directions()
+
+
 def variants(types: tuple[torch.dtype, ...] = STORAGE) -> Iterator[Variant]:
     """Every specialisation with float32 state and these storage types that an optimizer can ask
     for, once."""
-    rules = {replace(rule, momentum=m) for rule in RULES.values() for m in {rule.momentum, False}}
-    ordered = sorted(rules, key=lambda r: (r.rms, r.coordinate, r.regularised, r.momentum))
+    named = (*RULES.values(), DIRECTED)
+    rules = {replace(rule, momentum=m) for rule in named for m in {rule.momentum, False}}
+    ordered = sorted(
+        rules, key=lambda r: (r.rms, r.directed, r.coordinate, r.regularised, r.momentum)
+    )
     seen = set()
     for kernel, rule, param, grad in product(("reduce", "apply"), ordered, types, types):
         if kernel == "reduce" and (rule.coordinate or rule.momentum):
@@ -131,6 +137,7 @@ def variants(types: tuple[torch.dtype, ...] = STORAGE) -> Iterator[Variant]:
             yield variant
     for name in ("NGNM", "NGNMDv1", "NGNMDv2"):
         yield Variant("apply", rule_of(name, "adamw"), torch.float32, torch.float32)
+    yield Variant("apply", replace(DIRECTED, adamw_decay=True), torch.float32, torch.float32)
 
 
 def narrow_variants() -> Iterator[Variant]:
@@ -143,6 +150,7 @@ def narrow_variants() -> Iterator[Variant]:
     yield Variant("apply", rule_of("NGNMDv1", "adamw"), single, single, *quantised)
     yield Variant("reduce", RULES["NGNMDv1"], single, single, *quantised)
     yield Variant("apply", RULES["NGNMDv2"], single, single, *quantised)
+    yield Variant("apply", DIRECTED, single, half, torch.int8, torch.float32)
     yield Variant("apply", RULES["NGNMDv1W"], half, half, *quantised, "exact")
     yield Variant("reduce", RULES["NGNMDv1W"], half, half, *quantised, "exact")
 

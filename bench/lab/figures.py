@@ -30,6 +30,7 @@ COLOURS = {
     "ngn-mdv2": "#f08a24",
     "dec-ngn-mdv1": "#e7298a",
     "ngn-mdv1w": "#7a0177",
+    "ngn-muon": "#c1272d",
     "ngn-ver2": "#8c564b",
     "sgd": "#b3b3b3",
     "sgdm": "#1f4e9c",
@@ -39,6 +40,9 @@ COLOURS = {
     "alr-smag": "#00a6a6",
     "adam": "#1f4e9c",
     "adamw": "#56b4e9",
+    "muon": "#1f4e9c",
+    "muonmax-momo": "#2a9d57",
+    "ngn-scion": "#e0a100",
     "momo-adam": "#2a9d57",
     "lion": "#333333",
     "adabelief": "#00a6a6",
@@ -73,6 +77,7 @@ FAMILY_TITLES = {
     "gradient": "step along the gradient or its average",
     "coordinate": "step scaled per coordinate",
     "adapted": "step size estimated",
+    "matrices": "matrices orthogonalised",
 }
 
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ngn_kernels.formats import STATE_FORMATS, Storage
 
 from ..errors import BenchError, unknown_name
-from . import baselines
+from . import baselines, muon
 from .baselines import Betas
 
 Make = Callable[..., Optimizer]
@@ -29,10 +29,12 @@ GRIDS = {
     "gradient": tuple(float(f"1e{k}") for k in range(-3, 5)),
     "coordinate": tuple(float(f"1e{k}") for k in range(-5, 3)),
     "adapted": (0.1, 1.0, 10.0),
+    "matrices": (0.006, 0.02, 0.06, 0.2, 0.6, 2.0),
 }
 """Default step sizes of the families: those that step along the gradient; those that divide it by
-coordinate-wise scales, whose step sizes are about a hundred times smaller; and those that estimate
-the step size themselves, whose lr is a factor of it."""
+coordinate-wise scales, whose step sizes are about a hundred times smaller; those that estimate the
+step size themselves, whose lr is a factor of it; and those that orthogonalise matrices, from 0.3 to
+100 times Muon's usual 0.02."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Entry:
     """Whether it warms up by itself and no schedule sets its lr."""
     lrs: tuple[float, ...] = ()
     """Its default step sizes, if they are not its family's."""
+    of_model: bool = False
+    """Whether it tells hidden matrices from other parameters, and so is made of a model."""
     module: str | None = None
     package: str | None = None
     note: str = ""
@@ -122,7 +126,7 @@ def _both_betas(betas: Betas) -> dict[str, Any]:
 
 def _entries() -> Iterable[Entry]:
     """All optimizers in the order in which tables show them."""
-    gradient, coordinate, adapted = GRIDS
+    gradient, coordinate, adapted, orthogonal = GRIDS
     ngn: dict[str, Any] = {"needs_loss": True, "floor": "loss_floor", "own": True}
     momo: dict[str, Any] = {
         "needs_loss": True,
@@ -142,6 +146,8 @@ def _entries() -> Iterable[Entry]:
     yield Entry("ngn-mdv2", "NGN-MDv2", _ngn("NGNMDv2", _both_betas), coordinate, **ngn)
     yield Entry("dec-ngn-mdv1", "Dec-NGN-MDv1", _ngn("DecNGNMDv1", _both_betas), coordinate, **ngn)
     yield Entry("ngn-mdv1w", "NGN-MDv1W", _ngn("NGNMDv1W", _both_betas), coordinate, **ngn)
+    matrices: dict[str, Any] = {"family": orthogonal, "of_model": True}
+    yield Entry("ngn-muon", "NGN-Muon", muon.ngn_muon, **ngn, **matrices)
     yield Entry("ngn-ver2", "NGN Ver. 2", _without_decay(baselines.NGNVer2), gradient, True)
 
     yield Entry("sgd", "SGD", _torch("SGD", _no_betas), gradient)
@@ -155,6 +161,10 @@ def _entries() -> Iterable[Entry]:
 
     yield Entry("adam", "Adam", _torch("Adam", _both_betas), coordinate)
     yield Entry("adamw", "AdamW", _torch("AdamW", _both_betas), coordinate)
+    yield Entry("muon", "Muon and Adam", muon.MuonAdam, **matrices)
+    of_loss: dict[str, Any] = {"needs_loss": True, "floor": "loss_floor", **matrices}
+    yield Entry("muonmax-momo", "MuonMax-Momo", muon.MuonMaxMomo, **of_loss)
+    yield Entry("ngn-scion", "NGN-Scion", muon.NGNScion, **of_loss)
     yield Entry("momo-adam", "Momo-Adam", baselines.momo_adam, coordinate, **momo)
     yield Entry("lion", "Lion", _extra("Lion", _lion_betas), coordinate, note=LION_NOTE, **extra)
     yield Entry("adabelief", "AdaBelief", _extra("AdaBelief", _both_betas), coordinate, **extra)
@@ -199,7 +209,7 @@ def find(name: str) -> Entry:
 
 def make(
     name: str,
-    params: Iterable[Tensor],
+    params: Iterable[Tensor] | nn.Module,
     lr: float,
     betas: Betas = (0.9, 0.999),
     weight_decay: float = 0.0,
@@ -210,6 +220,7 @@ def make(
     """Build the optimizer `name`; momentum methods take `betas[0]`.
 
     Args:
+        params: parameters, or the model that has them.
         stored: `state` and `rounding`, as NGN optimizers take them.
         aim: `loss_target` and `step_cap`, as NGN optimizers take them.
     """
@@ -222,6 +233,8 @@ def make(
                 f"{entry.label} takes no --{names[0]} and no --{names[1]}: "
                 "leave it out of --optimizers"
             )
+    if isinstance(params, nn.Module) and not entry.of_model:
+        params = params.parameters()
     optimizer = entry.make(params, lr, betas, weight_decay, **stored or {}, **aim or {})
     if loss_floor:
         if not entry.floor:

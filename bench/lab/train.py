@@ -151,7 +151,7 @@ def make_optimizer(spec: RunSpec, problem: Problem) -> Optimizer:
     }
     optimizer = optimizers.make(
         spec.optimizer,
-        problem.model.parameters(),
+        problem.model,
         spec.lr,
         spec.betas or problem.betas,
         spec.weight_decay,
@@ -250,7 +250,8 @@ class Training:
         problem.model.train()
         for self.step in range(1, problem.steps + 1):
             for group in self.optimizer.param_groups if scheduled else ():
-                group["lr"] = problem.schedule(self.spec.lr, self.step, problem.steps)
+                lr = problem.schedule(self.spec.lr, self.step, problem.steps)
+                group["lr"] = lr * group.get("lr_factor", 1.0)
             loss = self.backward(next(batches))
             losses.append(float(loss))
             healthy = math.isfinite(losses[-1]) and self.update(loss, self.step in samples)

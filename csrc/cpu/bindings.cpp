@@ -151,13 +151,13 @@ class BucketTables {
   void reduce(const Rule& rule, int threads) {
     check(!rule.coordinate, "coordinate rules have nothing to reduce");
     check(rule.rms || !rule.regularised, "regularised decay needs rms");
-    check_state(false, rule.rms);
+    check_columns(rule, false);
     py::gil_scoped_release release;
     current->reduce(bucket_, rule, threads);
   }
 
   void apply(const Rule& rule, int threads, bool last) {
-    check_state(rule.momentum, rule.rms);
+    check_columns(rule, rule.momentum);
     py::gil_scoped_release release;
     current->apply(bucket_, rule, threads, last);
   }
@@ -167,12 +167,15 @@ class BucketTables {
     return type == DType::float32 || type == DType::float64 || type == DType::bfloat16;
   }
 
-  void check_state(bool momentum, bool rms) const {
+  void check_columns(const Rule& rule, bool momentum) const {
+    const bool rms = rule.rms, directed = rule.directed;
+    check(!directed || !(rms || rule.coordinate), "given directions have no rms and no step size of their own");
     for (int64_t i = 0; i < bucket_.rows; ++i) {
       const ngn::TensorRow row = row_of(bucket_, i);
       if (!row.g || row.numel == 0) continue;
       check(!momentum || row.m, "a row has no momentum buffer");
       check(!rms || row.v, "a row has no second moment");
+      check(!directed || row.d, "a row has no direction");
       check(!momentum || bucket_.m_type != DType::int8 || row.m_scale, "a row has no scales of its momentum buffer");
       check(!rms || bucket_.v_type != DType::uint8 || row.v_scale, "a row has no scales of its second moment");
     }
@@ -207,11 +210,11 @@ PYBIND11_MODULE(_cpu, module) {
   module.attr("LAYOUT_CHECKSUM") = ngn::LAYOUT_CHECKSUM;
 
   py::class_<Rule>(module, "Rule")
-      .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised, bool adamw_decay) {
-             return Rule{momentum, coordinate, rms, regularised, adamw_decay};
+      .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised, bool adamw_decay, bool directed) {
+             return Rule{momentum, coordinate, rms, regularised, adamw_decay, directed};
            }),
            py::kw_only(), py::arg("momentum"), py::arg("coordinate"), py::arg("rms"), py::arg("regularised"),
-           py::arg("adamw_decay"));
+           py::arg("adamw_decay"), py::arg("directed"));
 
   // noconvert: Python and the engine must share the memory of the tables.
   py::class_<BucketTables>(module, "Bucket")

@@ -16,11 +16,14 @@ decltype(auto) dispatch_flag(bool flag, F&& f) {
   return flag ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// f(RMS, REGULARISED); a regularised rule always has RMS.
+// f(RMS, REGULARISED, DIRECTED); a regularised rule always has RMS, one with given directions has none.
 template <typename F>
 decltype(auto) dispatch_reduce(const Rule& rule, F&& f) {
-  if (!rule.rms) return f(std::false_type{}, std::false_type{});
-  return dispatch_flag(rule.regularised, [&](auto regularised) { return f(std::true_type{}, regularised); });
+  if (!rule.rms) {
+    return dispatch_flag(rule.directed, [&](auto directed) { return f(std::false_type{}, std::false_type{}, directed); });
+  }
+  return dispatch_flag(rule.regularised,
+                       [&](auto regularised) { return f(std::true_type{}, regularised, std::false_type{}); });
 }
 
 // f(MOMENTUM, COORDINATE, RMS)

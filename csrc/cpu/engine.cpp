@@ -42,7 +42,7 @@ Sums sum_all(const Sums* sums, int64_t count) {
 
 Sums sum_buckets(const Bucket& bucket) { return sum_all(bucket.totals, bucket.bucket_count); }
 
-template <bool RMS, bool REGULARISED, LoopKind KIND>
+template <bool RMS, bool REGULARISED, bool DIRECTED, LoopKind KIND>
 void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int threads) {
   using T = typename Loop<KIND>::Type;
   for_each_chunk(bucket, threads, false, [&] {
@@ -53,30 +53,37 @@ void reduce_chunks(const Bucket& bucket, const Rule& rule, double clip, int thre
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
       double weighted[LANES] = {}, alignment[LANES] = {};
-      Loop<KIND>::template reduce<RMS, REGULARISED>(bucket, row, chunk.begin, end_of(chunk, row), k, weighted,
-                                                    alignment);
+      Loop<KIND>::template reduce<RMS, REGULARISED, DIRECTED>(bucket, row, chunk.begin, end_of(chunk, row), k, weighted,
+                                                              alignment);
       const Group& group = bucket.groups[row.group];
       const double replicas = static_cast<double>(row.replicas);
       const double sum = k.unit * sum_lanes(weighted) / replicas;
       bucket.partials[i] = {effective_step(rule, group) * sum,
-                            largest_step(group) * group.weight_decay * sum_lanes(alignment) / replicas, RMS ? 0.0 : sum};
+                            largest_step(group) * group.weight_decay * sum_lanes(alignment) / replicas, RMS || DIRECTED ? 0.0 : sum};
     };
   });
 }
 
 void reduce(const Bucket& bucket, const Rule& rule, int threads) {
-  // A rule without RMS sums unclipped gradients; shrink() applies the clip factor to the sum.
-  const double clip = rule.rms ? clip_factor(sum_buckets(bucket).norm, bucket.inputs->max_grad_norm) : 1.0;
-  dispatch_reduce(rule, [&](auto rms, auto regularised) {
+  // To a sum over unclipped gradients shrink() applies the clip factor.
+  const double clip = sums_clipped(rule) ? clip_factor(sum_buckets(bucket).norm, bucket.inputs->max_grad_norm) : 1.0;
+  dispatch_reduce(rule, [&](auto rms, auto regularised, auto directed) {
     dispatch_kernel(bucket, [&](auto kind) {
-      reduce_chunks<rms.value, regularised.value, kind.value>(bucket, rule, clip, threads);
+      reduce_chunks<rms.value, regularised.value, directed.value, kind.value>(bucket, rule, clip, threads);
     });
   });
   const Sums total = sum_all(bucket.partials, bucket.chunk_count);
   Sums& sums = bucket.sums[bucket.index];
   sums.weighted = total.weighted;
   sums.alignment = total.alignment;
-  if (!rule.rms) sums.norm = total.norm;
+  if (!sums_clipped(rule)) sums.norm = total.norm;
+}
+
+// What an update moves along: the gradient, unscaled and clipped, or the given direction as it is.
+template <typename T>
+Gradient<T> gradient_of(const Bucket& bucket, const Rule& rule, const TensorRow& row, const Coefficients<T>& k) {
+  if (rule.directed) return {row.d, sizeof(T) == 8 ? DType::float64 : DType::float32, T(1)};
+  return {row.g, bucket.g_type, k.gradient_scale};
 }
 
 // True if any element kept its old value.
@@ -91,8 +98,8 @@ bool apply_chunks(const Bucket& bucket, const Rule& rule, const Shrink& shrink, 
       if (!row.g) return;
       const Coefficients<T>& k = cache.of(row);
       const bool kept_here = dispatch_decay<MOMENTUM>(rule, k.decay != 0, [&](auto decay) {
-        return Loop<KIND>::template apply<MOMENTUM, COORDINATE, RMS, decay.value>(bucket, row, chunk.begin,
-                                                                                  end_of(chunk, row), k);
+        return Loop<KIND>::template apply<MOMENTUM, COORDINATE, RMS, decay.value>(
+            bucket, row, gradient_of<T>(bucket, rule, row, k), chunk.begin, end_of(chunk, row), k);
       });
       if (kept_here) kept.store(true, std::memory_order_relaxed);
     };

@@ -67,9 +67,17 @@ class FloatColumn {
   alignas(64) T stage_[STAGE_SIZE];
 };
 
+// A column in the place of g, and what its elements are multiplied by.
+template <typename T>
+struct Gradient {
+  const void* data;
+  DType type;
+  T factor;
+};
+
 // Full groups of LANES as vectors, the tail as scalars, through the same element function.
-template <bool RMS, bool REGULARISED, typename T>
-void reduce_elements(const T* x, const T* v, const T* g, int64_t n, const Coefficients<T>& shared, double* weighted,
+template <bool RMS, bool REGULARISED, bool DIRECTED, typename T>
+void reduce_elements(const T* x, const T* v, const T* g, const T* d, int64_t n, const Coefficients<T>& shared, double* weighted,
                      double* alignment) {
   const Coefficients<T> k = shared;  // no store can change the copy; as an argument it would be copied through memory
   constexpr int width = VectorOf<T>::lanes, vectors = LANES / width;
@@ -78,16 +86,24 @@ void reduce_elements(const T* x, const T* v, const T* g, int64_t n, const Coeffi
   for (; i + LANES <= n; i += LANES) {
     for (int j = 0; j < vectors; ++j) {
       const int64_t at = i + j * width;
-      contribute<RMS, REGULARISED>(REGULARISED ? load(x + at) : Vec<T>{}, RMS ? load(v + at) : Vec<T>{},
-                                   load(g + at), k, weighted_vector[j], alignment_vector[j]);
+      if constexpr (DIRECTED) {
+        contribute_along(load(g + at), load(d + at), weighted_vector[j]);
+      } else {
+        contribute<RMS, REGULARISED>(REGULARISED ? load(x + at) : Vec<T>{}, RMS ? load(v + at) : Vec<T>{},
+                                     load(g + at), k, weighted_vector[j], alignment_vector[j]);
+      }
     }
   }
   T weighted_lane[LANES], alignment_lane[LANES];
   std::memcpy(weighted_lane, weighted_vector, sizeof(weighted_lane));
   std::memcpy(alignment_lane, alignment_vector, sizeof(alignment_lane));
   for (int j = 0; i < n; ++i, ++j) {
-    contribute<RMS, REGULARISED>(REGULARISED ? x[i] : T(0), RMS ? v[i] : T(0), g[i], k,
-                                 weighted_lane[j], alignment_lane[j]);
+    if constexpr (DIRECTED) {
+      contribute_along(g[i], d[i], weighted_lane[j]);
+    } else {
+      contribute<RMS, REGULARISED>(REGULARISED ? x[i] : T(0), RMS ? v[i] : T(0), g[i], k, weighted_lane[j],
+                                   alignment_lane[j]);
+    }
   }
   for (int j = 0; j < LANES; ++j) {
     weighted[j] += weighted_lane[j];
@@ -153,21 +169,24 @@ template <typename T>
 struct FloatLoop {
   using Type = T;
 
-  template <bool RMS, bool REGULARISED>
+  template <bool RMS, bool REGULARISED, bool DIRECTED>
   static void reduce(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end, const Coefficients<T>& k,
                      double* weighted, double* alignment) {
     FloatColumn<T> x(row.x, bucket.x_type), v(row.v, bucket.v_type), g(row.g, bucket.g_type, k.gradient_scale);
+    const T* d = static_cast<const T*>(row.d);
     for (; begin < end; begin += STAGE_SIZE) {
       const int64_t n = end - begin < STAGE_SIZE ? end - begin : STAGE_SIZE;
-      reduce_elements<RMS, REGULARISED, T>(REGULARISED ? x.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr,
-                                        g.in(begin, n), n, k, weighted, alignment);
+      reduce_elements<RMS, REGULARISED, DIRECTED, T>(
+          REGULARISED ? x.in(begin, n) : nullptr, RMS ? v.in(begin, n) : nullptr, g.in(begin, n),
+          DIRECTED ? d + begin : nullptr, n, k, weighted, alignment);
     }
   }
 
   template <bool MOMENTUM, bool COORDINATE, bool RMS, Decay DECAY>
-  static bool apply(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end, const Coefficients<T>& k) {
+  static bool apply(const Bucket& bucket, const TensorRow& row, const Gradient<T>& gradient, int64_t begin, int64_t end,
+                    const Coefficients<T>& k) {
     FloatColumn<T> x(row.x, bucket.x_type), m(row.m, bucket.m_type), v(row.v, bucket.v_type);
-    FloatColumn<T> g(row.g, bucket.g_type, k.gradient_scale);
+    FloatColumn<T> g(gradient.data, gradient.type, gradient.factor);
     const bool in_place = x.in_place() && (!MOMENTUM || m.in_place()) && (!RMS || v.in_place()) && g.in_place();
     const int64_t size = in_place ? CHUNK : STAGE_SIZE;
     bool kept = false;

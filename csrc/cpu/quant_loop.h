@@ -23,10 +23,10 @@ struct Tail {
 // branch that always goes the same way costs little, and the loops are compiled once for all sets of types.
 class QuantColumn {
  public:
-  // `extra` are the scales of int8 and uint8, and the remainders of exact rounding.
-  QuantColumn(const void* data, DType type, void* extra, Rounding rounding)
+  // `extra` are the scales of int8 and uint8, and the remainders of exact rounding. load_scaled() multiplies by `factor`.
+  QuantColumn(const void* data, DType type, void* extra, Rounding rounding, float factor = 1)
       : data_(static_cast<char*>(const_cast<void*>(data))), extra_(static_cast<char*>(extra)), type_(type),
-        rounding_(rounding) {}
+        rounding_(rounding), factor_(factor) {}
 
   bool is_stochastic() const { return rounding_ == Rounding::stochastic; }
 
@@ -48,10 +48,10 @@ class QuantColumn {
     __builtin_unreachable();
   }
 
-  NGN_INLINE QuantBlock<Floats> load_scaled(int64_t i, float factor) const {
+  NGN_INLINE QuantBlock<Floats> load_scaled(int64_t i) const {
     QuantBlock<Floats> value = load(i);
-    if (__builtin_expect(factor != 1, 0)) {
-      NGN_EACH_VECTOR(j) value[j] *= factor;
+    if (__builtin_expect(factor_ != 1, 0)) {
+      NGN_EACH_VECTOR(j) value[j] *= factor_;
     }
     return value;
   }
@@ -95,8 +95,8 @@ class QuantColumn {
   }
 
   // The first block.
-  void copy_to(float* to, float factor = 1) const {
-    const QuantBlock<Floats> value = load_scaled(0, factor);
+  void copy_to(float* to) const {
+    const QuantBlock<Floats> value = load_scaled(0);
     NGN_EACH_VECTOR(j) ngn::store(to + j * WIDTH, value[j]);
   }
 
@@ -140,23 +140,28 @@ class QuantColumn {
   char* extra_;
   DType type_;
   Rounding rounding_;
+  float factor_;
   int64_t size_ = size_of(type_);
 };
 
 // The sums over the whole blocks from `begin` to `end`.
-template <bool RMS, bool REGULARISED>
-void reduce_blocks(const QuantColumn& x, const QuantColumn& v, const QuantColumn& g, int64_t begin, int64_t end,
-                   const Coefficients<float> k, double* weighted, double* alignment) {
+template <bool RMS, bool REGULARISED, bool DIRECTED>
+void reduce_blocks(const QuantColumn& x, const QuantColumn& v, const QuantColumn& g, const float* d, int64_t begin,
+                   int64_t end, const Coefficients<float> k, double* weighted, double* alignment) {
   constexpr int vectors = LANES / WIDTH;
   Floats weighted_vector[vectors] = {}, alignment_vector[vectors] = {};
   for (int64_t i = begin; i < end; i += QUANT_BLOCK) {
-    const QuantBlock<Floats> gradient = g.load_scaled(i, k.gradient_scale);
+    const QuantBlock<Floats> gradient = g.load_scaled(i);
     QuantBlock<Floats> old_x = {}, old_v = {};
     if constexpr (REGULARISED) old_x = x.load(i);
     if constexpr (RMS) old_v = v.load(i);
     NGN_EACH_VECTOR(j) {
-      contribute<RMS, REGULARISED>(old_x[j], old_v[j], gradient[j], k, weighted_vector[j % vectors],
-                                   alignment_vector[j % vectors]);
+      if constexpr (DIRECTED) {
+        contribute_along(gradient[j], ngn::load(d + i + j * WIDTH), weighted_vector[j % vectors]);
+      } else {
+        contribute<RMS, REGULARISED>(old_x[j], old_v[j], gradient[j], k, weighted_vector[j % vectors],
+                                     alignment_vector[j % vectors]);
+      }
     }
   }
   float lane[LANES];
@@ -172,7 +177,7 @@ template <bool MOMENTUM, bool COORDINATE, bool RMS, Decay DECAY>
 __attribute__((noinline)) bool update_or_keep(QuantColumn x, QuantColumn m, QuantColumn v, QuantColumn g,
                                               int64_t i, Coefficients<float> k, Noise noise) {
   bool kept = false;
-  const QuantBlock<Floats> none = {}, gradient = g.load_scaled(i, k.gradient_scale);
+  const QuantBlock<Floats> none = {}, gradient = g.load_scaled(i);
   QuantBlock<Floats> new_x = x.load(i), new_m = MOMENTUM ? m.load(i) : none, new_v = RMS ? v.load(i) : none;
   for (int j = 0; j < VECTORS; ++j) {
     const Element<Floats> old = {new_x[j], new_m[j], new_v[j]};
@@ -206,7 +211,7 @@ bool update_blocks(QuantColumn x, QuantColumn m, QuantColumn v, const QuantColum
   bool kept = false;
   const float safe = safe_sum_of_squares(k);
   for (int64_t i = begin; i < end; i += QUANT_BLOCK) {
-    const QuantBlock<Floats> gradient = g.load_scaled(i, k.gradient_scale);
+    const QuantBlock<Floats> gradient = g.load_scaled(i);
     QuantBlock<Floats> new_x, new_m = {}, new_v = {}, divisor;
     Floats squares = {}, sum_of_v = {};
     Scale v_scale = {}, m_scale = {};
@@ -248,30 +253,32 @@ bool update_blocks(QuantColumn x, QuantColumn m, QuantColumn v, const QuantColum
 struct QuantLoop {
   using Type = float;
 
-  template <bool RMS, bool REGULARISED>
+  template <bool RMS, bool REGULARISED, bool DIRECTED>
   static void reduce(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end,
                      const Coefficients<float>& k, double* weighted, double* alignment) {
-    const Columns columns(bucket, row);
+    const Columns columns(bucket, row, {row.g, bucket.g_type, k.gradient_scale});
+    const float* d = static_cast<const float*>(row.d);
     const auto& [x, m, v, g] = columns;
     const int64_t tail_size = (end - begin) % QUANT_BLOCK, whole = end - tail_size;
     for (; begin < whole; begin += STAGE_SIZE) {
       const int64_t stop = whole - begin < STAGE_SIZE ? whole : begin + STAGE_SIZE;
-      reduce_blocks<RMS, REGULARISED>(x, v, g, begin, stop, k, weighted, alignment);
+      reduce_blocks<RMS, REGULARISED, DIRECTED>(x, v, g, d, begin, stop, k, weighted, alignment);
     }
     if (tail_size > 0) {
       Tail tail[3];
       float block[3][QUANT_BLOCK];
       if constexpr (REGULARISED) x.tail(whole, tail_size, tail[0]).copy_to(block[0]);
       if constexpr (RMS) v.tail(whole, tail_size, tail[1]).copy_to(block[1]);
-      g.tail(whole, tail_size, tail[2]).copy_to(block[2], k.gradient_scale);
-      reduce_elements<RMS, REGULARISED, float>(block[0], block[1], block[2], tail_size, k, weighted, alignment);
+      g.tail(whole, tail_size, tail[2]).copy_to(block[2]);
+      reduce_elements<RMS, REGULARISED, DIRECTED, float>(block[0], block[1], block[2], DIRECTED ? d + whole : nullptr,
+                                                         tail_size, k, weighted, alignment);
     }
   }
 
   template <bool MOMENTUM, bool COORDINATE, bool RMS, Decay DECAY>
-  static bool apply(const Bucket& bucket, const TensorRow& row, int64_t begin, int64_t end,
-                    const Coefficients<float>& k) {
-    Columns columns(bucket, row);
+  static bool apply(const Bucket& bucket, const TensorRow& row, const Gradient<float>& gradient, int64_t begin,
+                    int64_t end, const Coefficients<float>& k) {
+    Columns columns(bucket, row, gradient);
     auto& [x, m, v, g] = columns;
     const int64_t count = static_cast<int64_t>(*row.step) + 1;
     const int64_t tail_size = (end - begin) % QUANT_BLOCK, whole = end - tail_size;
@@ -291,11 +298,11 @@ struct QuantLoop {
 
  private:
   struct Columns {
-    Columns(const Bucket& bucket, const TensorRow& row)
+    Columns(const Bucket& bucket, const TensorRow& row, const Gradient<float>& gradient)
         : x(row.x, bucket.x_type, row.remainder, bucket.rounding),
           m(row.m, bucket.m_type, row.m_scale, Rounding::nearest),
           v(row.v, bucket.v_type, row.v_scale, Rounding::stochastic),
-          g(row.g, bucket.g_type, nullptr, Rounding::nearest) {}
+          g(gradient.data, gradient.type, nullptr, Rounding::nearest, gradient.factor) {}
     QuantColumn x, m, v, g;
   };
 };

@@ -1,5 +1,5 @@
 // The element math for host and device, with the names of reference.py, which shows it plainly:
-//   contribute()  one element's part of the sums; writes nothing
+//   contribute()  one element's part of the sums, and contribute_along() with given directions; writes nothing
 //   shrink()      from the sums to rho, the clip factor, and whether the step may happen
 //   draft()       one element's new v, and what its gradient is divided by
 //   update()      one element's new x, m, v
@@ -45,9 +45,12 @@ NGN_HD inline bool is_finite(double value) { return value - value == 0; }
 // h = (1 - loss_target) (f - loss_floor): what a step aims to remove of the loss
 NGN_HD inline double aimed_loss(const Inputs& inputs) { return inputs.aim * (inputs.loss - inputs.loss_floor); }
 
+// Whether the sum is over clipped gradients, so that their norm is a sum of its own.
+NGN_HD inline bool sums_clipped(const Rule& rule) { return rule.rms || rule.directed; }
+
 // Whether a pass of the step has summed g^2 alone.
 NGN_HD inline bool knows_norm(const Rule& rule, const Inputs& inputs) {
-  return inputs.max_grad_norm < INFINITY || !(rule.coordinate || rule.rms);
+  return inputs.max_grad_norm < INFINITY || !(rule.coordinate || sums_clipped(rule));
 }
 
 // s = min(1, max_grad_norm / (norm + 1e-6))
@@ -61,8 +64,7 @@ NGN_HD inline double clip_factor(double norm_squared, double max_grad_norm) {
 NGN_HD inline Shrink shrink(const Rule& rule, const Sums& sums, const Inputs& inputs) {
   const double h = aimed_loss(inputs);
   const double clip = clip_factor(sums.norm, inputs.max_grad_norm);
-  // Without RMS the sum is over unclipped gradients.
-  const double q = rule.rms ? sums.weighted : clip * clip * sums.weighted;
+  const double q = sums_clipped(rule) ? sums.weighted : clip * clip * sums.weighted;
   const double denominator = 2 * h + q;
   const double above = 2 * h - sums.alignment;
   const double rho = denominator == 0 ? 1.0 : (above > 0 ? above : 0.0) / denominator;
@@ -120,7 +122,8 @@ NGN_HD inline Coefficients<T> coefficients(const Rule& rule, const Group& group,
   return k;
 }
 
-// V is a scalar T or a vector of them; both have the same operators. g is already unscaled and clipped.
+// V is a scalar T or a vector of them; both have the same operators. g is already unscaled and clipped. A rule with
+// given directions updates with d in the place of g, neither unscaled nor clipped.
 
 // v <- beta2 v + (1 - beta2) g^2
 template <typename V, typename T>
@@ -142,6 +145,12 @@ NGN_HD inline void contribute(V x, V v, V g, const Coefficients<T>& k, V& weight
     weighted = multiply_add(g, g, weighted);
   }
   if constexpr (REGULARISED) alignment = multiply_add(g, x, alignment);
+}
+
+// The same of a rule with given directions.
+template <typename V>
+NGN_HD inline void contribute_along(V g, V d, V& weighted) {
+  weighted = multiply_add(g, d, weighted);
 }
 
 // The distance of a value's magnitude to a limit, in floating-point numbers: negative if the magnitude is not

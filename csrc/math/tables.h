@@ -19,7 +19,7 @@
 namespace ngn {
 
 struct Rule {
-  bool momentum, coordinate, rms, regularised, adamw_decay;
+  bool momentum, coordinate, rms, regularised, adamw_decay, directed;
 };
 
 constexpr int COLUMNS = sizeof(TensorRow) / sizeof(int64_t);

@@ -93,6 +93,7 @@ def _rule_of(rule: Rule) -> _cpu.Rule:
         rms=rule.rms,
         regularised=rule.regularised,
         adamw_decay=rule.adamw_decay,
+        directed=rule.directed,
     )
 
 

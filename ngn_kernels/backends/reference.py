@@ -89,30 +89,36 @@ def preconditioner(v: Tensor, k: Coefficients) -> Tensor:
 
 
 def contribute(
-    rule: Rule, x: Tensor, v: Tensor | None, g: Tensor, k: Coefficients
+    rule: Rule, x: Tensor, v: Tensor | None, g: Tensor, d: Tensor | None, k: Coefficients
 ) -> tuple[Tensor, Tensor | None]:
     """The elements' parts of the sums, nothing is written."""
     g = k.gradient_scale * g
-    weighted = g * g
+    weighted = g * (g if d is None else d)
     if v is not None:
         weighted = weighted / preconditioner(second_moment(v, g, k), k)
     return weighted, g * x if rule.regularised else None
 
 
 def update(
-    rule: Rule, x: Tensor, m: Tensor | None, v: Tensor | None, g: Tensor, k: Coefficients
+    rule: Rule,
+    x: Tensor,
+    m: Tensor | None,
+    v: Tensor | None,
+    g: Tensor,
+    d: Tensor | None,
+    k: Coefficients,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The elements' new x, m and v."""
-    g = k.gradient_scale * g
-    v_new, d = None, torch.ones_like(g)
+    g = k.gradient_scale * g if d is None else d
+    v_new, divisor = None, torch.ones_like(g)
     if v is not None:
         v_new = second_moment(v, g, k)
-        d = preconditioner(v_new, k)
+        divisor = preconditioner(v_new, k)
     if rule.coordinate:
-        d = k.flatness * d + k.curvature * (g * g)
-        m_new = (k.step * g / d).masked_fill(d == 0, 0.0)
+        divisor = k.flatness * divisor + k.curvature * (g * g)
+        m_new = (k.step * g / divisor).masked_fill(divisor == 0, 0.0)
     else:
-        m_new = k.step * g / d
+        m_new = k.step * g / divisor
     decayed = k.decay * x
     if not rule.adamw_decay:
         m_new = m_new + decayed
@@ -120,11 +126,6 @@ def update(
         m_new = m_new + k.beta1 * m
     displacement = m_new + decayed if rule.adamw_decay else m_new
     return x - displacement, m_new, v_new
-
-
-def compute_dtype(key: BucketKey) -> torch.dtype:
-    wide = torch.float64 in (key.param, key.grad, key.m, key.v) and not key.narrow
-    return torch.float64 if wide else torch.float32
 
 
 class Write(NamedTuple):
@@ -206,7 +207,7 @@ def columns(
     rule: Rule, row: Row, key: BucketKey
 ) -> tuple[ParameterColumn, StateColumn | None, StateColumn | None]:
     """x, m and v of a row, as far as the rule has them."""
-    dtype = compute_dtype(key)
+    dtype = key.compute_dtype
     m = row.m if rule.momentum else None
     v = row.v if rule.rms else None
     return (
@@ -243,7 +244,7 @@ class ReferenceBucket:
     ) -> None:
         self.key, self.rows = bucket.key, bucket.rows
         self.memory, self.rule, self.rounds = memory, rule, rounds
-        self.dtype = compute_dtype(bucket.key)
+        self.dtype = bucket.key.compute_dtype
         self._writes: list[Write] = []
         self._telemetry: Telemetry | None = None
 
@@ -260,12 +261,13 @@ class ReferenceBucket:
         one = torch.ones((), dtype=sums.dtype, device=sums.device)
         max_grad_norm = inputs.scalars[Input.MAX_GRAD_NORM]
         norm = self.memory.totals.sum(0)[Sum.NORM]
-        clip = clip_factor(norm, max_grad_norm) if rule.rms else one
+        clip = clip_factor(norm, max_grad_norm) if rule.sums_clipped else one
         total = torch.zeros(len(Sum), dtype=sums.dtype, device=sums.device)
         for row, g in self._rows_with_gradients():
             k = coefficients(rule, inputs, row, clip, one)
             x, _, v = columns(rule, row, self.key)
-            weighted, alignment = contribute(rule, x.old, old(v), g, k)
+            d = row.direction if rule.directed else None
+            weighted, alignment = contribute(rule, x.old, old(v), g, d, k)
             steps = group_steps(rule, inputs.groups[row.group])
             weighted_sum = weighted.sum(dtype=sums.dtype) / row.replicas
             total[Sum.WEIGHTED].add_(steps.effective * weighted_sum)
@@ -274,9 +276,9 @@ class ReferenceBucket:
                 total[Sum.ALIGNMENT].add_(
                     steps.largest * weight_decay * alignment.sum(dtype=sums.dtype) / row.replicas
                 )
-            if not rule.rms:
+            if not rule.sums_clipped:
                 total[Sum.NORM].add_(weighted_sum)
-        written = Sum.NORM if rule.rms else len(Sum)
+        written = Sum.NORM if rule.sums_clipped else len(Sum)
         sums[self.memory.bucket_index].narrow(0, 0, written).copy_(total.narrow(0, 0, written))
 
     def compute(self) -> None:
@@ -288,7 +290,7 @@ class ReferenceBucket:
         for row, g in self._rows_with_gradients():
             k = coefficients(rule, inputs, row, step.clip, step.rho)
             x, m, v = loaded = columns(rule, row, self.key)
-            new = update(rule, x.old, old(m), old(v), g, k)
+            new = update(rule, x.old, old(m), old(v), g, row.direction, k)
             stored = [(c, n) for c, n in zip(loaded, new, strict=True) if c and n is not None]
             fits = torch.stack([column.fits(value) for column, value in stored]).all(0)
             for column, value in stored:

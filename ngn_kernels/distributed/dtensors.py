@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +48,7 @@ def first_element(tensor: Tensor) -> int:
     part = local(tensor)
     if not is_sharded(tensor) or part.numel() == 0:
         return 0
-    number, indices = _shard(tensor)
+    number, indices = _shard(tensor, tensor.device_mesh.get_coordinate())  # type: ignore[attr-defined]
     if [len(index) for index in indices] == list(part.shape) and part.is_contiguous():
         sizes = [math.prod(tensor.shape[d + 1 :]) for d in range(tensor.dim())]
         first, last = (
@@ -58,21 +60,73 @@ def first_element(tensor: Tensor) -> int:
     return number << 40
 
 
-def _shard(tensor: Any) -> tuple[int, list[Tensor]]:
-    """The number of this rank's shard, and its indices in each dimension of the whole."""
+def _shard(tensor: Any, place: Sequence[int]) -> tuple[int, list[Tensor]]:
+    """The number of the shard at a place of the mesh, and its indices in each dimension of the whole."""
     number = 0
     indices = [torch.arange(size, device="cpu") for size in tensor.shape]
-    mesh, mine = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    mesh = tensor.device_mesh
     for dimension, placement in enumerate(tensor.placements):
         if not hasattr(placement, "dim"):
             continue
-        rank, ranks = mine[dimension], mesh.size(dimension)
+        rank, ranks = place[dimension], mesh.size(dimension)
         number = number * ranks + rank
         # Of a strided shard each block is shared out, as a later dimension of the mesh cuts them.
         blocks = indices[placement.dim].chunk(getattr(placement, "split_factor", 1))
         parts = [part for block in blocks for part in block.chunk(ranks)[rank : rank + 1]]
         indices[placement.dim] = torch.cat(parts) if parts else blocks[0][:0]
     return number, indices
+
+
+def is_split(tensor: Any) -> bool:
+    """Whether no rank has all of it."""
+    return is_sharded(tensor) and any(
+        not placement.is_replicate() and tensor.device_mesh.size(dimension) > 1
+        for dimension, placement in enumerate(tensor.placements)
+    )
+
+
+class Piece(NamedTuple):
+    """What of a DTensor lies on a rank: in each dimension, which runs of indices, end to end."""
+
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+    is_first: bool  # of the ranks that hold the same elements
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(end - begin for begin, end in runs) for runs in self.runs)
+
+    def blocks(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Where each block of it lies, in the whole and in the piece."""
+        dimensions = []
+        for runs in self.runs:
+            first, here = 0, []
+            for begin, end in runs:
+                here.append((slice(begin, end), slice(first, first + end - begin)))
+                first += end - begin
+            dimensions.append(here)
+        for block in itertools.product(*dimensions):
+            yield tuple(whole for whole, _ in block), tuple(part for _, part in block)
+
+
+def pieces(tensor: Any) -> dict[int, Piece]:
+    """Of each rank of a DTensor's mesh."""
+    mesh = tensor.device_mesh.mesh
+    copies = [d for d, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    found = {}
+    for place in itertools.product(*map(range, mesh.shape)):
+        _, indices = _shard(tensor, place)
+        runs = tuple(tuple(_runs(index.tolist())) for index in indices)
+        found[int(mesh[place])] = Piece(runs, not any(place[d] for d in copies))
+    return found
+
+
+def _runs(indices: list[int]) -> Iterator[tuple[int, int]]:
+    """Of indices that follow each other."""
+    begin = 0
+    for i in range(1, len(indices) + 1):
+        if i == len(indices) or indices[i] != indices[i - 1] + 1:
+            yield indices[begin], indices[i - 1] + 1
+            begin = i
 
 
 def mesh_replicas(tensor: Tensor) -> int:

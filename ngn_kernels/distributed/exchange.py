@@ -24,6 +24,7 @@ from ..messages import SkippedStepError
 from ..planning.plan import Plan, copy_to
 from ..planning.tables import GroupValues, array_of, float_type
 from ..planning.transfer import is_capturing
+from ..spectral import Spectral
 from .dtensors import is_sharded, mesh_replicas
 
 
@@ -147,6 +148,7 @@ class Ranks:
         self,
         options: dict[str, Any],
         groups: list[GroupValues],
+        spectral: list[Spectral | None],
         params: list[Tensor],
         storage: Storage,
         backend: Callable[[str], str],
@@ -160,6 +162,7 @@ class Ranks:
             items["the number of elements"] = sum(p.numel() for p in params)
             for i, values in enumerate(groups):
                 items[f"the values of group {i}"] = GroupValues(*map(float, values))
+                items[f"the directions of group {i}"] = spectral[i]
             # Rounding depends on a parameter's place.
             items["the order of the parameters"] = [
                 f"{str(p.dtype).removeprefix('torch.')}{tuple(p.shape)}" for p in params
@@ -180,6 +183,7 @@ def added_up(rows: Any) -> Any:
 
 def add_up(plan: Plan, exchange: Exchange | Alone, has_loss: bool) -> bool:
     """All sums of a step, of all ranks; False if no rank has anything to do."""
+    plan.find_directions()
     for index in range(len(plan.rounds)):
         plan.reduce(index)
         if not exchange.combine(plan, has_loss, index):

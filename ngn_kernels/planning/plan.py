@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed.dtensors import is_sharded, local, same_placement
+from ..distributed.dtensors import is_sharded, is_split, local, same_placement
 from ..formats import REMAINDER, Storage
 from ..layout import Column, Count, Sum
 from ..rules import Rule
+from ..spectral import check_matrix
 from ..step_size import report_step
 from .checks import check_overlap, check_param, is_dense, span_of
+from .directions import Directions
 from .rows import Bucket, BucketKey, Participant, Row
 from .signature import GROWN, MOVED, SAME, STALE, UNUSUAL, Signature, make_signature
 from .state import (
@@ -131,7 +133,10 @@ class Plan:
         new = [(bucket, [r for r in bucket.rows if id(r) not in old]) for bucket in buckets]
         self.rows = known_rows + [row for _, rows in new for row in rows]
         self._sharded = any(is_sharded(row.param) for row in self.rows)
-        added = [row for bucket, rows in new for row in bucket.signature_rows(rule, rows)]
+        self.has_split_matrices = any(
+            row.spectral is not None and is_split(row.param) for row in self.rows
+        )
+        added = [row for bucket, rows in new for row in bucket.signature_rows(rows)]
         columns = [bucket.table[Column.G] for bucket in buckets]
         if known is None:
             self.signature = make_signature(groups, state, added, columns)
@@ -146,6 +151,7 @@ class Plan:
         self._prepared: list[PreparedBucket] = []
         self._at_home: list[PreparedBucket] = []  # on the home device
         self._elsewhere: list[PreparedBucket] = []
+        self._directions: list[Directions] = []
         for index, bucket in enumerate(buckets):
             i = device_index[bucket.key.device]
             indices = [in_signature[id(row)] for row in bucket.rows]
@@ -153,7 +159,10 @@ class Plan:
             gradients = partial(_gradients, self.signature, bucket.rows, indices)
             inputs, report = devices[i].inputs, devices[i].report
             memory = Memory(inputs, report, self.sums[i], self.totals[i], index, gradients)
-            prepared = bucket.backend.prepare(bucket, memory, rule, self.rounds)
+            if bucket.rule.directed:
+                self._directions.append(Directions(bucket, gradients, process_group))
+            rounds = bucket.rule.reductions(clipping) or self.rounds
+            prepared = bucket.backend.prepare(bucket, memory, bucket.rule, rounds)
             self._prepared.append(prepared)
             (self._at_home if i == 0 else self._elsewhere).append(prepared)
 
@@ -210,6 +219,11 @@ class Plan:
         for row, address in self._gapped:
             if address[0] != 0:
                 row.dense.copy_(row.local)
+
+    def find_directions(self) -> None:
+        """Write the directions of the rows whose rule has given ones."""
+        for directions in self._directions:
+            directions.write()
 
     def reduce(self, index: int) -> None:
         """Sum over the rows of every bucket, and bring the sums to where they are read."""
@@ -296,7 +310,6 @@ class Draft(NamedTuple):
 
 def draft_plan(
     state: dict[Tensor, Any],
-    rule: Rule,
     participants: list[Participant],
     select_backend: Callable[[BucketKey], Backend],
     storage: Storage,
@@ -306,12 +319,15 @@ def draft_plan(
 
     None where memory is so nested that participants of a known plan must be checked with the others.
     """
-    storage = storage_of(rule, storage)
     written = []
     misplaced = False
-    for param, _, label, *_ in participants:
+    for participant in participants:
+        param, rule, label = participant.param, participant.rule, participant.label
         check_param(param, label)
-        check_storage(param, storage, label)
+        if participant.spectral is not None:
+            check_matrix(param, participant.spectral, label)
+            misplaced |= is_split(param)
+        check_storage(param, storage_of(rule, storage), label)
         held = state.get(param, {})
         check_state(held, param, rule, label)
         written.append((local(param), label))
@@ -328,7 +344,10 @@ def draft_plan(
         return None
     if known is None:
         check_rounding({p.param.dtype for p in participants}, storage.rounding)
-    keys = [BucketKey.of(p.param, state.get(p.param, {}), storage) for p in participants]
+    keys = [
+        BucketKey.of(p.param, state.get(p.param, {}), storage_of(p.rule, storage), p.rule.directed)
+        for p in participants
+    ]
     backends = {key: select_backend(key) for key in keys}
     return Draft(participants, keys, backends, storage, misplaced, known)
 
@@ -352,7 +371,7 @@ def apart(buckets: list[Bucket], written: list[tuple[Tensor, str]]) -> bool:
 def misplaced(plan: Plan | None, draft: Draft | None) -> bool:
     """Whether the step will move tensors between ranks."""
     plans = (plan, None if draft is None else draft.known)
-    return any(p.misplaced for p in plans if p is not None) or (
+    return any(p.misplaced or p.has_split_matrices for p in plans if p is not None) or (
         draft is not None and draft.misplaced
     )
 
@@ -374,8 +393,9 @@ def make_plan(
     with torch.inference_mode(False):
         for key, participant in zip(draft.keys, draft.participants, strict=True):
             held = state[participant.param]
-            init_state(held, participant.param, rule, draft.storage, participant.parameter_index)
-            rows.setdefault(key, []).append(Row(participant, held, rule))
+            param, own, index = participant.param, participant.rule, participant.parameter_index
+            init_state(held, param, own, storage_of(own, draft.storage), index)
+            rows.setdefault(key, []).append(Row(participant, held, key))
         buckets = {key: Bucket(key, rows[key], draft.backends[key]) for key in rows}
         for bucket in draft.known.buckets if draft.known else ():
             buckets[bucket.key] = bucket.with_rows(rows.get(bucket.key, []))

@@ -20,6 +20,7 @@ from ..formats import (
 )
 from ..layout import Column
 from ..rules import Rule
+from ..spectral import Spectral
 from .checks import check_gradient, has_memory, is_dense
 from .signature import EMPTY_ADDRESS, UNUSUAL_ADDRESS, SignatureRow
 from .state import STATE_KEYS, keys_of, same_order, stored_dtype
@@ -36,7 +37,9 @@ class Participant(NamedTuple):
     group: int
     label: str
     replicas: int  # how many ranks hold the same elements
+    rule: Rule
     parameter_index: int = 0  # among all parameters of the optimizer
+    spectral: Spectral | None = None  # how its directions are made, where the rule has given ones
 
 
 class BucketKey(NamedTuple):
@@ -51,6 +54,12 @@ class BucketKey(NamedTuple):
     m: torch.dtype
     v: torch.dtype
     rounding: str = "nearest"  # of the parameters
+    directed: bool = False  # whether their rule has given directions
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        wide = torch.float64 in (self.param, self.grad, self.m, self.v) and not self.narrow
+        return torch.float64 if wide else torch.float32
 
     @property
     def narrow(self) -> bool:
@@ -65,19 +74,21 @@ class BucketKey(NamedTuple):
         param: Tensor,
         state: dict[str, Any],
         storage: Storage = Storage(),  # noqa: B008
+        directed: bool = False,
     ) -> BucketKey:
         """Of a parameter whose gradient and state may not be there yet."""
         grad = param.dtype if param.grad is None else param.grad.dtype
         m, v = (stored_dtype(param, key, state, storage) for key in STATE_KEYS)
         x, g, m, v = (t.to_real() if t.is_complex else t for t in (param.dtype, grad, m, v))
-        return cls(param.device, x, g, m, v, rounding_of(param.dtype, storage.rounding))
+        return cls(param.device, x, g, m, v, rounding_of(param.dtype, storage.rounding), directed)
 
 
 class Row:
     """One parameter that takes part: its state, and the memory that a kernel may touch for it."""
 
-    def __init__(self, of: Participant, state: dict[str, Any], rule: Rule) -> None:
-        self.param, self.group, self.label, self.replicas, self.parameter_index = of
+    def __init__(self, of: Participant, state: dict[str, Any], key: BucketKey) -> None:
+        self.param, self.group, self.label, self.replicas, self.rule, *_ = of
+        self.parameter_index, self.spectral = of.parameter_index, of.spectral
         self.noise_key = noise_key(self.parameter_index)
         self.offset = first_element(self.param)
         self.state = state
@@ -90,8 +101,13 @@ class Row:
                 self.local, memory_format=torch.contiguous_format, requires_grad=False
             )
         )
+        rule = self.rule
         self.m = real_view(local(state["momentum_buffer"])) if rule.momentum else None
         self.v = real_view(local(state["exp_avg_sq"])) if rule.rms else None
+        # Written anew in each step.
+        self.direction = (
+            torch.zeros_like(self.x, dtype=key.compute_dtype) if rule.directed else None
+        )
         self.m_scale, self.v_scale = (state.get(scale_key(key)) for key in STATE_KEYS)
         self.remainder = local(state[REMAINDER]) if REMAINDER in state else None
         self.step: Tensor = state["step"]
@@ -147,6 +163,7 @@ class Bucket:
         self.key = key
         self.rows = rows
         self.backend = backend
+        self.rule = rows[0].rule  # of all of them
         self.table = _table_of(rows) if table is None else table
 
     def with_rows(self, rows: list[Row]) -> Bucket:
@@ -170,7 +187,7 @@ class Bucket:
         }
         return [(self.table[column], self.table[column] + size) for column, size in sizes.items()]
 
-    def signature_rows(self, rule: Rule, rows: list[Row]) -> list[SignatureRow]:
+    def signature_rows(self, rows: list[Row]) -> list[SignatureRow]:
         kinds = {
             is_complex: self.key.grad.to_complex() if is_complex else self.key.grad
             for is_complex in {row.param.is_complex() for row in rows}
@@ -181,7 +198,7 @@ class Bucket:
                 r.param,
                 r.dense,
                 r.state,
-                ("step", *keys_of(rule, r.state)),
+                ("step", *keys_of(r.rule, r.state)),
                 samples[r.param.is_complex()],
             )
             for r in rows
@@ -231,6 +248,7 @@ def _table_of(rows: list[Row]) -> np.ndarray:
         Column.REMAINDER: [_address(row.remainder) for row in rows],
         Column.NOISE_KEY: [row.noise_key for row in rows],
         Column.OFFSET: [row.offset for row in rows],
+        Column.D: [_address(row.direction) for row in rows],
         Column.STEP: [row.step.data_ptr() for row in rows],
         Column.NUMEL: [row.x.numel() for row in rows],
         Column.GROUP: [row.group for row in rows],

@@ -138,6 +138,12 @@ def check_state(
     is_tensor = isinstance(step, Tensor)
     if not (step.numel() == 1 and not step.is_complex() if is_tensor else isinstance(step, Real)):
         raise ValueError(f"the step of {owner} is not one number: {fix}")
+    if rule.directed and "exp_avg_sq" in state:
+        raise ValueError(
+            f"the group of {owner} is spectral now, and its state is of a group that was not: {fix}"
+        )
+    if rule.rms and "exp_avg_sq" not in state and float(step) > 0:
+        raise ValueError(f"the state of {owner} has no exp_avg_sq, as in a spectral group: {fix}")
     for key in columns_of(rule):
         if key not in state:
             continue
@@ -241,10 +247,12 @@ def init_state(
     for key in columns_of(rule):
         form = wanted_format(param, key, storage)
         if key not in state:
-            state[key] = buffer_like(param, form.storage if form else state_dtype(param.dtype))
-            if form is not None and form.scale is not None:
+            if (
+                form is not None and form.scale is not None
+            ):  # first: without a column it does no harm
                 count, device = scale_count(local(param)), param.device
                 state[scale_key(key)] = torch.zeros(count, dtype=form.scale, device=device)
+            state[key] = buffer_like(param, form.storage if form else state_dtype(param.dtype))
         elif not is_in_place(state[key], param) or narrow_format(key, state[key].dtype) != form:
             put(state, key, plain(state, key), param, form, number)
     if rounding_of(param.dtype, storage.rounding) == "exact":

@@ -44,7 +44,7 @@ def groups_of(model: nn.Module, algorithm: Algorithm) -> list[dict[str, Any]]:
     split = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() == 1]]
     return [
         {"params": group, **algorithm.values(hyper)}
-        for group, hyper in zip(split, TWO_GROUPS, strict=True)
+        for group, hyper in zip(split, algorithm.mixed(TWO_GROUPS), strict=True)
     ]
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from algorithms import ALGORITHMS, SCALAR, Algorithm, Hyper
 from helpers import bits, real64
 from oracle import Array, Group, Oracle, Variable
-from pair import close, largest
+from pair import close, largest, spectral_of
 from randomised import Events, RandomisedRun
 from torch import Tensor
 from torch.nn import Parameter
@@ -72,7 +72,7 @@ class Run(RandomisedRun):
         self.dtype = rng.choice((torch.float64, torch.float64, torch.float32))
         self.owned = rng.random() < 0.5
         self.meshes = rng.random() < 0.6
-        self.hypers = [self.new_hyper(rng) for _ in range(2)]
+        self.hypers = self.algorithm.mixed([self.new_hyper(rng) for _ in range(2)])
         self.options = {
             "max_grad_norm": rng.choice((None, 0.5)),
             "loss_floor": 0.0,
@@ -200,6 +200,8 @@ class Run(RandomisedRun):
             group.step_cap = hyper.step_cap
             group.beta1 = hyper.beta1 if self.algorithm.momentum else 0.0
             group.beta2, group.eps = hyper.beta2, hyper.eps
+        for group, values in zip(self.oracle.groups, self.optimizer.param_groups, strict=False):
+            group.spectral = spectral_of(values)
         self.oracle.loss_floor = float(self.options["loss_floor"] or 0.0)
         self.oracle.loss_target = self.options["loss_target"]
         self.oracle.adamw_decay = self.options["decay_form"] == "adamw"
@@ -278,7 +280,8 @@ def steps(run: Run, rng: random.Random) -> None:
 def values_change(run: Run, rng: random.Random) -> None:
     """A whole number on one rank is the same lr as the float on the others."""
     number = rng.randrange(2)
-    run.hypers[number] = run.new_hyper(rng)._replace(lr=rng.choice((0.0, 1.0, 0.3)))
+    kept = {"lr": rng.choice((0.0, 1.0, 0.3)), "spectral": run.hypers[number].spectral}
+    run.hypers[number] = run.new_hyper(rng)._replace(**kept)
     values = run.algorithm.values(run.hypers[number])
     if values["lr"] in (0.0, 1.0) and run.rank == 0:
         values["lr"] = int(values["lr"])

@@ -6,16 +6,18 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from helpers import bits
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
-from ngn_kernels import NGNMDv1, NGNMDv2, SkippedStepWarning
-from ngn_kernels.distributed.dtensors import first_element
+from ngn_kernels import NGNMDv1, NGNMDv2, NGNMuon, SkippedStepWarning
+from ngn_kernels.distributed.dtensors import first_element, is_split
+from ngn_kernels.distributed.owners import Owners
 from ngn_kernels.formats import decoded, narrow_format
-from ranks.layouts import mesh_of
+from ranks.layouts import mesh_of, shard_of
 
 PLACEMENTS = {
     "R": Replicate(),
@@ -90,6 +92,58 @@ def steps(way: str, dtype: torch.dtype, **options: Any) -> tuple[dict[str, bool]
     moved = part(WAYS[way], whole.detach() - start).float()
     error = part(WAYS[way], whole.detach()).float() - sharded.detach()._local_tensor.float()  # type: ignore[attr-defined]
     return same, float(error.norm() / moved.norm()) if moved.numel() else 0.0
+
+
+def matrices(dtype: torch.dtype, **options: Any) -> tuple[float, list[bool], list[int]]:
+    """All ways at once as matrices of ``NGNMuon``, beside one process.
+
+    How far this rank's parts have strayed, whether ranks with the same elements have the same bits,
+    and how many matrices each rank owns.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ways = [way for way in WAYS.values() if len(way.shape) > 1]
+    start = [torch.randn(way.shape, generator=generator).to(dtype) for way in ways]
+    whole = [Parameter(x.clone()) for x in start]
+    sharded = [Parameter(spread(way, x.clone())) for way, x in zip(ways, start, strict=True)]
+    made: dict[str, Any] = {"lr": 0.1, "spectral": "flat", "max_grad_norm": 1.0, **options}
+    one, many = NGNMuon(whole, reduce_group=None, **made), NGNMuon(sharded, **made)
+    for k in range(4):
+        for i, (way, p, q) in enumerate(zip(ways, whole, sharded, strict=True)):
+            gradient = torch.randn(way.shape, generator=generator).to(dtype)
+            missing = i == 3 and k in (0, 2)  # one joins after the first step, and pauses
+            p.grad = None if missing else gradient
+            q.grad = None if missing else spread(way, gradient)
+        for optimizer in (one, many):
+            optimizer.step(loss=1.0 - 0.1 * k)
+    errors = [0.0]
+    for way, x, p, q in zip(ways, start, whole, sharded, strict=True):
+        moved = (p.detach() - x).double()
+        error = part(way, p.detach()).double() - q.detach()._local_tensor.double()  # type: ignore[attr-defined]
+        errors.append(float(error.abs().max() / moved.abs().max()) if error.numel() else 0.0)
+    same = [all_alike(q) for q in sharded]
+    owners = Owners([q for q in sharded if is_split(q)], dist.group.WORLD)
+    return max(errors), same, owners.owned
+
+
+def all_alike(tensor: Any) -> bool:
+    """Whether the ranks that hold the same elements hold the same bits."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, (shard_of(tensor), bits(tensor.detach()._local_tensor)))
+    return all(mine == theirs for a, mine in held for b, theirs in held if a == b)
+
+
+def alone() -> str:
+    """What is said of a sharded matrix where ranks step by themselves."""
+    p = Parameter(spread(WAYS["rows"], torch.ones(WAYS["rows"].shape)))
+    p.grad = torch.ones_like(p)
+    optimizer = NGNMuon([p], reduce_group=None)
+    before = bits(p.detach()._local_tensor)  # type: ignore[attr-defined]
+    try:
+        optimizer.step(loss=1.0)
+    except ValueError as error:
+        assert before == bits(p.detach()._local_tensor)  # type: ignore[attr-defined]
+        return str(error)
+    return "nothing"
 
 
 def part(way: Way, tensor: Tensor) -> Tensor:

@@ -39,6 +39,26 @@ def test_the_bits_of_one_process(way: str, narrow: str, ranks: Callable[[int], P
             assert error < TOLERANCES[narrow]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.05)]
+)
+def test_matrices_are_whole_at_their_owners(
+    dtype: torch.dtype, error: float, ranks: Callable[[int], Pool]
+) -> None:
+    for backend in ("cpu", "reference"):
+        answers = ranks(4).run(MODULE, "matrices", dtype=dtype, backend=backend)
+        owned = [i for *_, each in answers for i in each]
+        assert all(each for *_, each in answers) and sorted(owned) == list(range(len(owned)))
+        for strayed, same, _ in answers:
+            assert strayed < error
+            assert all(same)
+
+
+def test_a_sharded_matrix_needs_all_ranks(ranks: Callable[[int], Pool]) -> None:
+    for said in ranks(4).run(MODULE, "alone"):
+        assert "is sharded, and this rank steps alone" in said and "reduce_group=None" in said
+
+
 def test_exact_without_noise_has_the_bits_everywhere(ranks: Callable[[int], Pool]) -> None:
     for way in WAYS:
         for same, _ in ranks(4).run(

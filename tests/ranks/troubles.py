@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import Parameter
 
-from ngn_kernels import NGNM, NGNMDv1, NGNMDv2, SkippedStepError, SkippedStepWarning
+from ngn_kernels import NGNM, NGNMDv1, NGNMDv2, NGNMuon, SkippedStepError, SkippedStepWarning
 from ngn_kernels.planning import tables
 from ngn_kernels.planning.transfer import Copied
 from ranks.layouts import algorithm_named, ddp, fsdp2
@@ -32,6 +32,12 @@ def bad_rank() -> bool:
 def one_parameter(value: float = 1.0, n: int = 5, dtype: Any = None) -> Parameter:
     p = Parameter(torch.full((n,), value, dtype=dtype))
     p.grad = torch.full((n,), 0.5, dtype=dtype)
+    return p
+
+
+def one_matrix() -> Parameter:
+    p = Parameter(torch.ones(2, 2))
+    p.grad = torch.ones(2, 2)
     return p
 
 
@@ -250,6 +256,14 @@ TROUBLES: dict[str, tuple[Trouble, str]] = {
     "another step_cap": (
         spoiled(lambda p, o: o.param_groups[0].update(step_cap=3.0)),
         "disagree on the values of group 0: .*rank 1 has .*step_cap=3.0",
+    ),
+    "other spectral groups": (
+        made(lambda p, bad: NGNMuon([one_matrix()], spectral=not bad)),
+        r"disagree on the directions of group 0: rank 0 has Spectral\(form=True, .* rank 1 has None",
+    ),
+    "other coefficients": (
+        made(lambda p, bad: NGNMuon([one_matrix()], ns_steps=5 + bad)),
+        r"disagree on the directions of group 0: rank 0 has Spectral",
     ),
     "another lr": (
         spoiled(lambda p, o: o.param_groups[0].update(lr=0.7)),

@@ -29,7 +29,7 @@ def vector_length(dtypes: Iterable[torch.dtype]) -> int:
 
 def column_types(kernel: str, rule: Rule, key: BucketKey) -> dict[str, torch.dtype]:
     """The element types of the columns that a kernel reads."""
-    types = {"x": key.param, "g": key.grad, "m": key.m, "v": key.v}
+    types = {"x": key.param, "g": key.grad, "m": key.m, "v": key.v, "d": torch.float32}
     read = rule.reduce_reads if kernel == "reduce" else rule.apply_reads
     return {column: types[column] for column in read}
 
@@ -54,6 +54,7 @@ def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
         **(of_apply if kernel == "apply" else {}),
         "RMS": rule.rms,
         "REGULARISED": rule.regularised,
+        "DIRECTED": rule.directed,
         **{f"{c.upper()}_TYPE": triton_type(types.get(c, torch.float32)) for c in columns},
         "ROUNDING": key.rounding if matters else "nearest",
         "QUANTISED": any(dtype.itemsize == 1 for dtype in state),

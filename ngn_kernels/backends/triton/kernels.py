@@ -70,6 +70,7 @@ from .layout_constants import (
     V_SCALE,
     WEIGHT_DECAY,
     WEIGHTED,
+    D,
     G,
     M,
     V,
@@ -106,14 +107,13 @@ def aimed_loss(inputs):
 
 
 @device
-def shrink(total, inputs, RMS: tl.constexpr):
+def shrink(total, inputs, SUMS_CLIPPED: tl.constexpr):
     """rho = max(0, 2h - W) / (2h + Q), 1 where 0/0; the clip factor; why the step must not happen"""
     weighted, alignment, norm = total
     h = aimed_loss(inputs)
     max_grad_norm = tl.load(inputs + MAX_GRAD_NORM)
     clip = clip_factor(norm, max_grad_norm)
-    # Without RMS the sum is over unclipped gradients.
-    q = weighted if RMS else clip * clip * weighted
+    q = weighted if SUMS_CLIPPED else clip * clip * weighted
     denominator = 2 * h + q
     above = 2 * h - alignment
     rho = tl.where(denominator == 0, 1.0, tl.where(above > 0, above, 0.0) / denominator)
@@ -208,6 +208,12 @@ def contribute(b_v, b_g, k_v, RMS: tl.constexpr):
 
 
 @device
+def contribute_along(b_g, b_d):
+    """The same of a rule with given directions."""
+    return b_g * b_d
+
+
+@device
 def draft(b_v, b_g, k, k_v, COORDINATE: tl.constexpr, RMS: tl.constexpr):
     """The first half of an update: the new v, and gamma g / D, 0 where 0/0."""
     gradient_scale, beta1, step, flatness, curvature, decay = k
@@ -270,20 +276,25 @@ def noise_of_row(row, n_rows, begin):
 
 @device
 def reduce_span(
-    row, n_rows, begin, n, gradient_scale, k_v, RMS: tl.constexpr, REGULARISED: tl.constexpr,
+    row, n_rows, begin, n, gradient_scale, k_v,
+    RMS: tl.constexpr, REGULARISED: tl.constexpr, DIRECTED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr, ROUNDING: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The sums of g^2 / D and g x over `n` elements of a row, VECTOR at a time."""
+    """The sums of g^2 / D, or g d, and g x over `n` elements of a row, VECTOR at a time."""
     p_x = column_at(row + X * n_rows, row + REMAINDER * n_rows, begin, X_TYPE, ROUNDING)
     p_v = column_at(row + V * n_rows, row + V_SCALE * n_rows, begin, V_TYPE)
     p_g = column_at(row + G * n_rows, 0, begin, G_TYPE)
+    p_d = column_at(row + D * n_rows, 0, begin, tl.float32)
     b_weighted = tl.full((BLOCK,), 0.0, tl.float32)
     b_alignment = tl.full((BLOCK,), 0.0, tl.float32)
     for i in range(0, n, BLOCK):
         b_g = load(p_g, i, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
-        b_v = load(p_v, i, n, V_TYPE, VECTOR, BLOCK) if RMS else b_g
-        b_weighted += contribute(b_v, b_g, k_v, RMS)
+        if DIRECTED:
+            b_weighted += contribute_along(b_g, load(p_d, i, n, tl.float32, VECTOR, BLOCK))
+        else:
+            b_v = load(p_v, i, n, V_TYPE, VECTOR, BLOCK) if RMS else b_g
+            b_weighted += contribute(b_v, b_g, k_v, RMS)
         if REGULARISED:  # x is loaded late, which saves registers
             b_alignment += b_g * load(p_x, i, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
     weighted = tl.sum(b_weighted.to(tl.float64))
@@ -306,25 +317,27 @@ def sum_partials(partials, n, BLOCK: tl.constexpr):
 def reduce(
     table, chunks, groups, inputs, totals, sums, partials, ticket,
     n_rows, n_chunks, chunk_size, n_buckets, index,
-    RMS: tl.constexpr, REGULARISED: tl.constexpr,
+    RMS: tl.constexpr, REGULARISED: tl.constexpr, DIRECTED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, V_TYPE: tl.constexpr, ROUNDING: tl.constexpr,
     QUANTISED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """One chunk per block; writes their partials, then the bucket's sums, and nothing else."""
     i_block = tl.program_id(0)
+    SUMS_CLIPPED: tl.constexpr = RMS or DIRECTED
     # Each pass goes in the opposite order of the one before, whose last tensors are in the cache.
-    if RMS:
+    if SUMS_CLIPPED:
         i_block = tl.num_programs(0) - 1 - i_block
     i_chunk = i_block.to(tl.int64)
     row, begin, n = locate(table, chunks, n_rows, chunk_size, i_chunk)
     n = tl.where(tl.load(row + G * n_rows) == 0, 0, n)
     group = groups + GROUP_COLUMNS * tl.load(row + GROUP * n_rows)
 
-    # A rule without RMS sums unclipped gradients; shrink() applies the clip factor to the sum.
+    # To a sum over unclipped gradients shrink() applies the clip factor.
     clip = 1.0
     k_v = (0.0, 0.0, 0.0, 0.0)
     if RMS:
         k_v = moment_coefficients(group, tl.load(row + STEP * n_rows))
+    if SUMS_CLIPPED:
         _, _, norm = sum_buckets(totals, n_buckets)
         clip = clip_factor(norm, tl.load(inputs + MAX_GRAD_NORM))
     gradient_scale = (clip / tl.load(inputs + GRAD_SCALE)).to(tl.float32)
@@ -332,6 +345,8 @@ def reduce(
     vectors = is_aligned(row + G * n_rows, G_TYPE, VECTOR)
     if RMS:
         vectors &= is_aligned(row + V * n_rows, V_TYPE, VECTOR)
+    if DIRECTED:
+        vectors &= is_aligned(row + D * n_rows, tl.float32, VECTOR)
     if REGULARISED:
         vectors &= is_aligned(row + X * n_rows, X_TYPE, VECTOR)
         if ROUNDING == EXACT:
@@ -339,13 +354,13 @@ def reduce(
     WHOLE: tl.constexpr = QUANT_BLOCK if QUANTISED else VECTOR
     n_aligned = tl.where(vectors, n // WHOLE, 0) * WHOLE
     weighted, alignment = reduce_span(
-        row, n_rows, begin, n_aligned, gradient_scale, k_v, RMS, REGULARISED,
+        row, n_rows, begin, n_aligned, gradient_scale, k_v, RMS, REGULARISED, DIRECTED,
         X_TYPE, G_TYPE, V_TYPE, ROUNDING, VECTOR, BLOCK,
     )
     if n_aligned < n:
         # Half a block: in the same shape, the compiler would give it the layout of the vectors.
         tail = reduce_span(
-            row, n_rows, begin + n_aligned, n - n_aligned, gradient_scale, k_v, RMS, REGULARISED,
+            row, n_rows, begin + n_aligned, n - n_aligned, gradient_scale, k_v, RMS, REGULARISED, DIRECTED,
             X_TYPE, G_TYPE, V_TYPE, ROUNDING, 1, BLOCK // 2,
         )
         weighted += tail[0]
@@ -361,7 +376,7 @@ def reduce(
     tl.store(ours + WEIGHTED * n_chunks, effective_step(c, weight_decay, REGULARISED) * weighted)
     if REGULARISED:
         tl.store(ours + ALIGNMENT * n_chunks, c * weight_decay * alignment)
-    if not RMS:
+    if not SUMS_CLIPPED:
         tl.store(ours + NORM * n_chunks, weighted)
 
     tl.debug_barrier()
@@ -373,7 +388,7 @@ def reduce(
             tl.store(total + ALIGNMENT, sum_partials(partials + ALIGNMENT * n_chunks, n_chunks, BLOCK))
         else:
             tl.store(total + ALIGNMENT, 0.0)
-        if not RMS:
+        if not SUMS_CLIPPED:
             tl.store(total + NORM, sum_partials(partials + NORM * n_chunks, n_chunks, BLOCK))
 
 
@@ -381,6 +396,7 @@ def reduce(
 def apply_span(
     row, n_rows, begin, n, k, k_v,
     MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, ADAMW_DECAY: tl.constexpr, RMS: tl.constexpr,
+    DIRECTED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     ROUNDING: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -389,12 +405,14 @@ def apply_span(
     p_x = column_at(row + X * n_rows, row + REMAINDER * n_rows, begin, X_TYPE, ROUNDING)
     p_m = column_at(row + M * n_rows, row + M_SCALE * n_rows, begin, M_TYPE)
     p_v = column_at(row + V * n_rows, row + V_SCALE * n_rows, begin, V_TYPE)
-    p_g = column_at(row + G * n_rows, 0, begin, G_TYPE)
+    p_g = column_at(row + (D if DIRECTED else G) * n_rows, 0, begin, G_TYPE)
     RANDOM: tl.constexpr = M_TYPE == tl.int8 or V_TYPE != tl.float32 or ROUNDING == STOCHASTIC
     words = noise_of_row(row, n_rows, begin) if RANDOM else 0
     b_kept = tl.full((BLOCK // VECTOR,), 0, tl.int32)
     for i in range(0, n, BLOCK):
-        b_g = load(p_g, i, n, G_TYPE, VECTOR, BLOCK) * gradient_scale
+        b_g = load(p_g, i, n, G_TYPE, VECTOR, BLOCK)
+        if not DIRECTED:
+            b_g *= gradient_scale
         b_m, b_v = 0.0, 0.0
         if RMS:
             b_v = load(p_v, i, n, V_TYPE, VECTOR, BLOCK)
@@ -436,10 +454,11 @@ def advance_steps(table, n_rows, reason, BLOCK: tl.constexpr):
 @device
 def write_telemetry(
     groups, inputs, sizes, norm, n_groups, rho, reason,
-    RMS: tl.constexpr, COORDINATE: tl.constexpr, REGULARISED: tl.constexpr, BLOCK: tl.constexpr = 128,
+    SUMS_CLIPPED: tl.constexpr, COORDINATE: tl.constexpr, REGULARISED: tl.constexpr,
+    BLOCK: tl.constexpr = 128,
 ):
     """The norm, rho, and gamma of each group, unless the step was skipped."""
-    if RMS or COORDINATE:  # whose passes sum g^2 for clipping alone
+    if SUMS_CLIPPED or COORDINATE:  # whose passes sum g^2 for clipping alone
         norm = tl.where(tl.load(inputs + MAX_GRAD_NORM) < INFINITY, norm, float("nan"))
     tl.store(sizes + SQUARED_NORM, norm, mask=reason == NONE)
     if not COORDINATE:  # coordinate rules have no rho
@@ -477,13 +496,17 @@ def apply(
     table, chunks, groups, inputs, totals, counts, sizes, ticket,
     n_rows, n_chunks, chunk_size, n_buckets, n_groups, last,
     MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, ADAMW_DECAY: tl.constexpr,
-    RMS: tl.constexpr, REGULARISED: tl.constexpr,
+    RMS: tl.constexpr, REGULARISED: tl.constexpr, DIRECTED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     ROUNDING: tl.constexpr, QUANTISED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """One chunk per block, unless the sums forbid the step; `last` marks the step's last bucket."""
+    """One chunk per block, unless the sums forbid the step; `last` marks the step's last bucket.
+
+    With given directions, column G says which rows take part, and D what they move along.
+    """
     i_block = tl.program_id(0)
-    if COORDINATE or not RMS:
+    SUMS_CLIPPED: tl.constexpr = RMS or DIRECTED
+    if COORDINATE or not SUMS_CLIPPED:
         i_block = tl.num_programs(0) - 1 - i_block
     i_chunk = i_block.to(tl.int64)
     row, begin, n = locate(table, chunks, n_rows, chunk_size, i_chunk)
@@ -493,12 +516,13 @@ def apply(
         k_v = moment_coefficients(group, tl.load(row + STEP * n_rows))
 
     total = sum_buckets(totals, n_buckets)
-    rho, clip, reason = shrink(total, inputs, RMS)
+    rho, clip, reason = shrink(total, inputs, SUMS_CLIPPED)
     n = tl.where((reason == NONE) & (tl.load(row + G * n_rows) != 0), n, 0)
 
     k = coefficients(inputs, group, clip, rho, COORDINATE, ADAMW_DECAY, REGULARISED)
 
-    vectors = is_aligned(row + X * n_rows, X_TYPE, VECTOR) & is_aligned(row + G * n_rows, G_TYPE, VECTOR)
+    vectors = is_aligned(row + X * n_rows, X_TYPE, VECTOR)
+    vectors &= is_aligned(row + (D if DIRECTED else G) * n_rows, G_TYPE, VECTOR)
     if ROUNDING == EXACT:
         vectors &= is_aligned(row + REMAINDER * n_rows, tl.int16, VECTOR)
     if MOMENTUM:
@@ -509,7 +533,7 @@ def apply(
     n_aligned = tl.where(vectors, n // WHOLE, 0) * WHOLE
     n_tail = n - n_aligned
     kept = apply_span(
-        row, n_rows, begin, n_aligned, k, k_v, MOMENTUM, COORDINATE, ADAMW_DECAY, RMS,
+        row, n_rows, begin, n_aligned, k, k_v, MOMENTUM, COORDINATE, ADAMW_DECAY, RMS, DIRECTED,
         X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, VECTOR, BLOCK,
     )
     if n_tail > 0:
@@ -518,7 +542,8 @@ def apply(
         tail_row, tail_begin, n_all = locate(table, chunks, n_rows, chunk_size, i_chunk)
         kept |= apply_span(
             tail_row, n_rows, tail_begin + (n_all - n_tail), n_tail, k, k_v,
-            MOMENTUM, COORDINATE, ADAMW_DECAY, RMS, X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, 1, TAIL,
+            MOMENTUM, COORDINATE, ADAMW_DECAY, RMS, DIRECTED,
+            X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, 1, TAIL,
         )
     tl.atomic_max(counts + REASON, tl.full((), ELEMENTS_KEPT, tl.int64), mask=kept != 0, sem="relaxed")
 
@@ -528,7 +553,9 @@ def apply(
         tl.store(ticket, 0)
         total = sum_buckets(totals, n_buckets)
         if QUANTISED:  # again, rather than kept in registers
-            rho, clip, reason = shrink(total, inputs, RMS)
+            rho, clip, reason = shrink(total, inputs, SUMS_CLIPPED)
         advance_steps(table, n_rows, reason, BLOCK // VECTOR)
-        write_telemetry(groups, inputs, sizes, total[2], n_groups, rho, reason, RMS, COORDINATE, REGULARISED)
+        write_telemetry(
+            groups, inputs, sizes, total[2], n_groups, rho, reason, SUMS_CLIPPED, COORDINATE, REGULARISED
+        )
         count_step(counts, reason, last)
