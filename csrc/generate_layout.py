@@ -7,7 +7,8 @@ import sys
 from enum import IntEnum
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "ngn_kernels" / "layout.py"
+FOLDER = Path(__file__).resolve().parent
+SOURCE = FOLDER.parent / "ngn_kernels" / "layout.py"
 # Struct of a table's row, the type of its fields, and those fields that are of another type.
 STRUCTS = {
     "Column": ("TensorRow", "int64_t"),
@@ -53,6 +54,7 @@ def header(source: Path = SOURCE) -> str:
             "",
             *lines,
             f"constexpr uint32_t LAYOUT_CHECKSUM = {names['checksum'](names)}u;",
+            f"constexpr uint32_t SOURCES_CHECKSUM = {names['sources_checksum'](FOLDER)}u;",
             "",
             "}  // namespace ngn",
             "",

@@ -11,6 +11,7 @@ _Doubles: TypeAlias = npt.NDArray[np.float64]
 
 CHUNK: int
 LAYOUT_CHECKSUM: int
+SOURCES_CHECKSUM: int
 
 class Rule:
     def __init__(

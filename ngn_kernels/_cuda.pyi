@@ -1,4 +1,5 @@
 LAYOUT_CHECKSUM: int
+SOURCES_CHECKSUM: int
 THREADS: int
 TARGETS: str  # architectures with code of their own: "75 80"
 COMPILER: str  # version of nvcc

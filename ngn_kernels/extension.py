@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -25,9 +26,17 @@ def why_missing(module: str = "_cpu") -> str | None:
         built = importlib.import_module(f".{module}", __package__)
     except ImportError as error:
         return _why_not_imported(error, module)
-    if layout.checksum(vars(layout)) != built.LAYOUT_CHECKSUM:
+    wanted = {"LAYOUT_CHECKSUM": layout.checksum(vars(layout)), **_sources()}
+    if any(getattr(built, name, None) != number for name, number in wanted.items()):
         return f"{NAMES[module]} was built from other sources; build it anew: {REBUILD}"
     return None
+
+
+@cache
+def _sources() -> dict[str, int]:
+    """What compiled modules say of their sources, where these lie beside the package, as in a clone."""
+    folder = Path(__file__).resolve().parents[1] / "csrc"
+    return {"SOURCES_CHECKSUM": layout.sources_checksum(folder)} if folder.is_dir() else {}
 
 
 def is_built(module: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from enum import IntEnum
+from pathlib import Path
 
 # Tables: arrays of 8-byte numbers that the host, the engines and GPUs share
 
@@ -166,3 +167,15 @@ def checksum(names: Mapping[str, object]) -> int:
         elif isinstance(value, (int, float)):
             lines.append(f"{name} {value!r}")
     return zlib.crc32("\n".join(lines).encode())
+
+
+SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".py")
+
+
+def sources_checksum(folder: Path) -> int:
+    """A number that changes with the files of csrc; compiled modules carry that of their sources."""
+    number = 0
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCE_SUFFIXES):
+        number = zlib.crc32(path.relative_to(folder).as_posix().encode(), number)
+        number = zlib.crc32(path.read_bytes().replace(b"\r\n", b"\n"), number)
+    return number

@@ -105,9 +105,35 @@ def test_an_extension_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPat
     """As in a clone after a pull: its tables have other columns than the package's."""
     if availability()["cpu"] is not None:
         pytest.skip(f"no C++ extension here: {availability()['cpu']}")
-    monkeypatch.setattr(layout, "QUANT_BLOCK", 32)
-    reason = extension.why_missing()
-    assert reason is not None and "other sources" in reason and "pip install" in reason
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "QUANT_BLOCK", 32)
+        reason = extension.why_missing()
+        assert reason is not None and "other sources" in reason and "pip install" in reason
+    assert extension.why_missing() is None
+    from ngn_kernels import _cpu
+
+    monkeypatch.delattr(_cpu, "LAYOUT_CHECKSUM")  # of a time when there was none
+    assert "other sources" in str(extension.why_missing())
+
+
+def test_an_extension_of_another_rule_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the sources lie beside the package, it is of these, whatever their tables."""
+    if availability()["cpu"] is not None:
+        pytest.skip(f"no C++ extension here: {availability()['cpu']}")
+    sources = Path(extension.__file__).parents[1] / "csrc"
+    shutil.copytree(sources, tmp_path / "csrc")
+    (tmp_path / "ngn_kernels").mkdir()
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "ngn_kernels" / "extension.py"))
+    monkeypatch.setattr(extension, "_sources", extension._sources.__wrapped__)
+    (tmp_path / "csrc" / "notes.txt").write_text("no source")
+    assert extension.why_missing() is None
+    rule = tmp_path / "csrc" / "math" / "rule.h"
+    rule.write_text(rule.read_text().replace("left * gamma", "gamma"))
+    assert "other sources" in str(extension.why_missing())
+    shutil.rmtree(tmp_path / "csrc")
+    assert extension.why_missing() is None, "an installed package has no sources beside it"
 
 
 @pytest.mark.parametrize(

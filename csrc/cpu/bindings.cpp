@@ -208,6 +208,7 @@ PYBIND11_MODULE(_cpu, module) {
   module.attr("CHUNK") = ngn::CHUNK;
 
   module.attr("LAYOUT_CHECKSUM") = ngn::LAYOUT_CHECKSUM;
+  module.attr("SOURCES_CHECKSUM") = ngn::SOURCES_CHECKSUM;
 
   py::class_<Rule>(module, "Rule")
       .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised, bool adamw_decay, bool directed) {

@@ -131,6 +131,7 @@ T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
 PYBIND11_MODULE(_cuda, module) {
   module.doc() = "Fused multi-tensor kernels for NVIDIA GPUs, launched through CUDA's driver.";
   module.attr("LAYOUT_CHECKSUM") = ngn::LAYOUT_CHECKSUM;
+  module.attr("SOURCES_CHECKSUM") = ngn::SOURCES_CHECKSUM;
   module.attr("THREADS") = ngn::THREADS;
   module.attr("TARGETS") = NGN_CUDA_TARGETS;
   module.attr("COMPILER") = NGN_CUDA_COMPILER;
