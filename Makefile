@@ -12,7 +12,7 @@ RELEASE := .venv-release
 CONSTRAINTS ?= constraints.txt
 SOURCES := $(wildcard csrc/*.py csrc/*/*) ngn_kernels/layout.py CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-python test-ranks test-trainers test-triton test-cuda test-ptx test-gpu examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 platforms package wheels sdist workflows actionlint notebook site clean
+.PHONY: help test test-python test-ranks test-trainers test-triton test-cuda test-ptx test-gpu gpu-report nvcc examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 platforms package wheels sdist workflows actionlint notebook site clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
@@ -22,7 +22,9 @@ help:
 	@echo "make test-triton  the GPU kernels in Triton's interpreter (minutes)"
 	@echo "make test-cuda    the same for the CUDA kernels, which a simulator runs (minutes)"
 	@echo "make test-ptx     the GPU kernels compiled for every target, and run in a simulator (minutes)"
+	@echo "make nvcc         CUDA's compiler as wheels, for the next build of the CUDA kernels"
 	@echo "make test-gpu     the GPU kernels on a GPU"
+	@echo "make gpu-report   tests and times on a GPU, in a file and a page to attach to an issue"
 	@echo "make test-trainers HF Trainer, Accelerate, TRL, Lightning, Ignite; timm, LitGPT, torchtitan (2 minutes)"
 	@echo "make examples     the scripts of examples/ in a short setting (1 minute)"
 	@echo "make lint types   ruff and mypy"
@@ -88,12 +90,21 @@ test-cuda: $(BUILT)
 test-gpu: $(BUILT)
 	$(BIN)/python -m pytest -q tests/test_gpu.py
 
+# ARGS: --seconds 600, --workload one:1M, --output FOLDER.
+gpu-report: $(BUILT)
+	$(BIN)/python -m ngn_bench.gpu.report $(ARGS)
+
 test-trainers: $(TRAINERS)/.named
 	$(TRAINERS)/bin/python -m pytest -q tests/trainers
 	$(TRAINERS)/bin/python -m pytest -q tests/integrations
 
 examples: $(TRAINERS)/.built
 	$(TRAINERS)/bin/python -m pytest -q tests/examples
+
+# Where CUDA's toolkit is not installed: its compiler as wheels, which the next build finds.
+nvcc: $(CREATED)
+	$(BIN)/pip install --quiet nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-runtime nvidia-nvvm
+	rm -f $(BUILT)
 
 lint: $(BUILT)
 	$(BIN)/ruff check .

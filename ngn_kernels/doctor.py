@@ -46,11 +46,15 @@ def report() -> str:
 
 
 def detail(name: str) -> str:
-    if name != "cpu":
-        return ""
-    from . import _cpu
+    if name == "cpu":
+        from . import _cpu
 
-    return f" ({_cpu.isa()}, {torch.get_num_threads()} threads)"
+        return f" ({_cpu.isa()}, {torch.get_num_threads()} threads)"
+    if name == "cuda":
+        from . import _cuda
+
+        return f" (code for sm_{_cuda.TARGETS.replace(' ', ', sm_')} by nvcc {_cuda.COMPILER})"
+    return ""
 
 
 def cores() -> int:

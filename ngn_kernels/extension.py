@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import shutil
 from functools import cache
@@ -40,19 +40,16 @@ def _sources() -> dict[str, int]:
 
 
 def is_built(module: str) -> bool:
-    """Whether a file of the module is there, for this Python."""
-    return any(
-        (Path(__file__).parent / f"{module}{suffix}").exists() for suffix in EXTENSION_SUFFIXES
-    )
+    """Whether the module is there, for this Python; it may still not load."""
+    return importlib.util.find_spec(f".{module}", __package__) is not None
 
 
 def _why_not_imported(error: ImportError, module: str = "_cpu") -> str:
     name = NAMES[module]
-    if is_built(module):
+    folder = Path(__file__).parent
+    if any((folder / f"{module}{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
         return f"{name} does not load: {error}"
-    others = sorted(
-        p.name for p in Path(__file__).parent.glob(f"{module}.*") if p.suffix in (".so", ".pyd")
-    )
+    others = sorted(p.name for p in folder.glob(f"{module}.*") if p.suffix in (".so", ".pyd"))
     if others:
         return f"{name} is of another Python ({', '.join(others)}); build it: {REBUILD}"
     if module == "_cuda":

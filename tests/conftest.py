@@ -13,6 +13,7 @@ from extent import Extent, extent_of
 from helpers import DTYPES, IMPORTS_COMPILER, replace_backend
 
 from ngn_kernels.backends import availability
+from ngn_kernels.extension import why_missing
 from ngn_kernels.planning import signature
 
 hypothesis.settings.register_profile(
@@ -72,7 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--signature") == "python":
         signature.NativeSignature = None  # type: ignore[assignment, misc]
     global SIMULATED
-    SIMULATED = "cuda" in (config.getoption("--backend") or ())
+    wanted = "cuda" in (config.getoption("--backend") or ())
+    SIMULATED = wanted and why_missing("_cuda") is None
     if SIMULATED:
         from ptxsim.cuda import SimulatedCuda, SimulatedCudaBackend
 

@@ -23,6 +23,13 @@ check aarch64-macos baseline
 for target in x86_64-windows-gnu aarch64-macos; do
   "$RELEASE/python" -m ziglang c++ -target "$target" $flags -fsyntax-only csrc/cpu/threads.cpp
 done
+# Where the kernels' launcher is of use, without the image, which nvcc makes.
+touch "$build/no.fatbin"
+for source in driver image; do
+  "$RELEASE/python" -m ziglang c++ -target x86_64-windows-gnu $flags -DNGN_IMAGE="\"$build/no.fatbin\"" \
+    -c "csrc/cuda/$source.cpp" -o "$build/$source.obj"
+done
+echo "platforms: the CUDA launcher compiles for Windows"
 
 command -v wine >/dev/null || exit 0
 sources="csrc/cpu/engine.cpp csrc/cpu/threads.cpp tests/engine_check.cpp"

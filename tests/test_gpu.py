@@ -22,11 +22,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ngn_kernels
+from ngn_kernels.backends import availability
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 
+ENGINES = ("cuda", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ([(), (3,), (1030,), (5, 7), (257, 1025)], [(4101,), (0,), (64, 32)])
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """A backend that runs here."""
+    name: str = request.param
+    reason = availability()[name]
+    if reason is not None:
+        pytest.skip(reason)
+    return name
 
 
 def columns_on(device: str, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
@@ -46,9 +58,11 @@ def gradients(optimizer: Any, seed: int, norm: float = 1.0) -> None:
 @EVERY
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-def test_every_rule(algorithm: Algorithm, dtype: torch.dtype, max_grad_norm: float | None) -> None:
+def test_every_rule(
+    algorithm: Algorithm, dtype: torch.dtype, max_grad_norm: float | None, engine: str
+) -> None:
     optimizer = algorithm.build(
-        columns_on("cuda", dtype), backend="triton", max_grad_norm=max_grad_norm
+        columns_on("cuda", dtype), backend=engine, max_grad_norm=max_grad_norm
     )
     pair = Pair(algorithm, optimizer, max_grad_norm=max_grad_norm)
     for k in range(3):
@@ -60,31 +74,31 @@ def test_every_rule(algorithm: Algorithm, dtype: torch.dtype, max_grad_norm: flo
 
 
 @EVERY
-def test_a_large_tensor(algorithm: Algorithm) -> None:
+def test_a_large_tensor(algorithm: Algorithm, engine: str) -> None:
     """More chunks than are added at a time, and an odd end."""
     p = Parameter(0.1 * torch.randn(3_000_001, device="cuda"))
-    pair = Pair(algorithm, algorithm.simple([p], backend="triton"))
+    pair = Pair(algorithm, algorithm.simple([p], backend=engine))
     for k in range(2):
         gradients(pair.optimizer, seed=k)
         pair.checked_step(1.0)
 
 
 @EVERY
-def test_unaligned_views(algorithm: Algorithm) -> None:
+def test_unaligned_views(algorithm: Algorithm, engine: str) -> None:
     n = 100_003
     for at_x, at_g in ((1, 0), (0, 3), (2, 2)):
         x, g = torch.zeros(n + 64, device="cuda"), torch.zeros(n + 64, device="cuda")
         p = Parameter(x[at_x : at_x + n].normal_())
-        optimizer = algorithm.simple([p], backend="triton")
+        optimizer = algorithm.simple([p], backend=engine)
         p.grad = g[at_g : at_g + n].normal_().div_(n**0.5)
         Pair(algorithm, optimizer).checked_step(1.0)
         assert not x[:at_x].any() and not x[at_x + n :].any()
 
 
 @EVERY
-def test_two_runs_have_the_same_bits(algorithm: Algorithm) -> None:
+def test_two_runs_have_the_same_bits(algorithm: Algorithm, engine: str) -> None:
     def result() -> Any:
-        optimizer = algorithm.build(columns_on("cuda"), backend="triton", max_grad_norm=1.0)
+        optimizer = algorithm.build(columns_on("cuda"), backend=engine, max_grad_norm=1.0)
         for k in range(5):
             gradients(optimizer, seed=k)
             optimizer.step(loss=0.5)
@@ -103,7 +117,7 @@ GIVEN: dict[str, Callable[[int], tuple[Any, Tensor | None]]] = {
 
 
 @EVERY
-@pytest.mark.parametrize("engine", ["triton", "reference"])
+@pytest.mark.parametrize("engine", [*ENGINES, "reference"], indirect=True)
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_a_step_never_waits(
     algorithm: Algorithm, engine: str, given: Callable[[int], tuple[Any, Tensor | None]]
@@ -140,11 +154,11 @@ def capture(optimizer: Any, loss: Tensor) -> torch.cuda.CUDAGraph:
 
 
 @EVERY
-def test_cuda_graph(algorithm: Algorithm) -> None:
+def test_cuda_graph(algorithm: Algorithm, engine: str) -> None:
     """Two graphs, replayed in turns with ordinary steps: the bits of as many ordinary steps."""
 
     def prepared() -> tuple[Any, Tensor]:
-        optimizer = algorithm.build(columns_on("cuda"), backend="triton", max_grad_norm=1.0)
+        optimizer = algorithm.build(columns_on("cuda"), backend=engine, max_grad_norm=1.0)
         gradients(optimizer, seed=0)
         loss = torch.tensor(0.5, device="cuda")
         optimizer.step(loss=loss)
@@ -170,19 +184,19 @@ def test_cuda_graph(algorithm: Algorithm) -> None:
     assert snapshot(captured) == snapshot(eager)
 
 
-def test_a_gradient_left_on_the_host_is_refused() -> None:
+def test_a_gradient_left_on_the_host_is_refused(engine: str) -> None:
     p = with_grad(torch.ones(5))
     p.data = p.data.cuda()
     assert p.grad.device.type == "cpu"
-    optimizer = NGNMDv1.simple([p], backend="triton")
+    optimizer = NGNMDv1.simple([p], backend=engine)
     with pytest.raises(RuntimeError, match="is on cuda:0, its gradient on cpu: move both"):
         optimizer.step(loss=1.0)
     assert p.tolist() == [1, 1, 1, 1, 1]
 
 
-def test_a_skipped_step_is_told_later() -> None:
+def test_a_skipped_step_is_told_later(engine: str) -> None:
     p = Parameter(torch.ones(5, device="cuda"))
-    optimizer = NGNMDv1.simple([p], backend="triton")
+    optimizer = NGNMDv1.simple([p], backend=engine)
     p.grad = torch.full_like(p, float("nan"))
     before = bits(p)
 
@@ -196,10 +210,10 @@ def test_a_skipped_step_is_told_later() -> None:
     assert any(said)
 
 
-def test_grad_scaler() -> None:
+def test_grad_scaler(engine: str) -> None:
     """An overflow skips the step, which the next one tells; then training goes on."""
     p = Parameter(torch.ones(1000, device="cuda"))
-    optimizer = NGNMDv2.simple([p], backend="triton")
+    optimizer = NGNMDv2.simple([p], backend=engine)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
     before = bits(p)
     scaler.scale((p * float("inf")).sum()).backward()
@@ -217,12 +231,12 @@ def test_grad_scaler() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @EVERY
-def test_two_devices(algorithm: Algorithm) -> None:
+def test_two_devices(algorithm: Algorithm, engine: str) -> None:
     columns = [
         [Parameter(p.detach().to(f"cuda:{i}")) for p in column]
         for i, column in enumerate(random_columns(SHAPES))
     ]
-    optimizer = algorithm.build(columns, backend="triton", max_grad_norm=1.0)
+    optimizer = algorithm.build(columns, backend=engine, max_grad_norm=1.0)
     pair = Pair(algorithm, optimizer, max_grad_norm=1.0)
     for k in range(2):
         gradients(optimizer, seed=k)

@@ -26,7 +26,7 @@ from ngn_bench.gpu.triton_report import (
     variants,
 )
 
-from ngn_kernels.backends.triton import chunk_size
+from ngn_kernels.backends.gpu import chunk_size
 from ngn_kernels.rules import RULES
 
 ALL = list(variants())

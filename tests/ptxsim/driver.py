@@ -6,13 +6,10 @@ upload of the binary and the launch itself are replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from ngn_bench.gpu.idle_triton import IdleTriton
 from triton.runtime.cache import get_cache_manager
 
 from .ptx import Kernel
@@ -21,43 +18,14 @@ from .traffic import Simulation
 _kernels: dict[str, Kernel] = {}
 
 
-class SimulatedGPU(Simulation):
+class SimulatedGPU(Simulation, IdleTriton):
     """A GPU for Triton."""
 
     name = "triton"
 
     def __init__(self, arch: int = 90) -> None:
-        super().__init__()
-        self.utils = self
-        self._target = GPUTarget("cuda", arch, 32)
-
-    @contextmanager
-    def active(self) -> Iterator[SimulatedGPU]:
-        """Launches go here meanwhile."""
-        before = dict(vars(driver))
-        driver.set_active(self)
-        try:
-            yield self
-        finally:
-            vars(driver).clear()
-            vars(driver).update(before)
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        # Triton keeps what it has compiled by device: each architecture is one.
-        return int(self._target.arch)
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448}
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        module, function, registers, spills, most_threads = None, None, 0, 0, 1024
-        return module, function, registers, spills, most_threads
+        Simulation.__init__(self)
+        IdleTriton.__init__(self, arch)
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """What runs one compiled kernel; called as Triton's own launchers are."""
