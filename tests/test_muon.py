@@ -512,7 +512,7 @@ def test_a_model_trains(backend: str) -> None:
         loss.backward()
         optimizer.step(loss=loss)
         losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     assert set(optimizer.metrics()) >= {"ngn/shrink", "ngn/step_size", "ngn/step_size/1"}
 
 
