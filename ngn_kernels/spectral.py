@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +123,8 @@ def write_directions(
     _, rows, columns = shapes[0]
     dtype, device = directions[0].dtype, directions[0].device
     parts = [g.reshape(shape) for g, shape in zip(gradients, shapes, strict=True)]
-    with torch.autocast(device.type, enabled=False):
+    cast = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if cast else nullcontext():
         found = polar(torch.cat(parts).to(dtype), spectral.polynomials)
     found = found.to(dtype) * spectral.scale(rows, columns)
     pieces = found.split([count for count, _, _ in shapes])
