@@ -34,7 +34,7 @@ SHAPES = ([(), (3,), (1030,), (5, 7), (257, 1025)], [(4101,), (0,), (64, 32)])
 @pytest.fixture(autouse=True)
 def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the oracle's tolerances have it."""
-    monkeypatch.setattr(spectral, "work_dtype", lambda dtype, device: dtype)
+    monkeypatch.setattr(spectral, "work_dtype", lambda products, dtype, device: dtype)
 
 
 def columns_on(device: str, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
