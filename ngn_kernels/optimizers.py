@@ -528,6 +528,8 @@ class NGNMuon(NGNOptimizer):
         ns_steps: the number of Newton-Schulz's polynomials, each with two products of a matrix and one of
             its smaller side.
         ns_coefficients: (a, b, c) of a s + b s^3 + c s^5, or "polar_express", which has others for each.
+        ns_dtype: of the matrix products: "auto" for bfloat16 on GPUs and float32 on CPUs, "bfloat16", or
+            "float32"; float64 and complex parameters have their own.
         weight_decay: l, decoupled; it enters the momentum.
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr.
@@ -546,6 +548,7 @@ class NGNMuon(NGNOptimizer):
         adjust_lr_fn: str = "match_rms_adamw",
         ns_steps: int = 5,
         ns_coefficients: tuple[float, float, float] | str = (3.4445, -4.775, 2.0315),
+        ns_dtype: str = "auto",
         weight_decay: float = 0.0,
         step_cap: float | None = None,
         loss_floor: float = 0.0,
@@ -571,6 +574,7 @@ class NGNMuon(NGNOptimizer):
             adjust_lr_fn=adjust_lr_fn,
             ns_steps=ns_steps,
             ns_coefficients=ns_coefficients,
+            ns_dtype=ns_dtype,
             algorithm="NGNMuon",
         )
         super().__init__(

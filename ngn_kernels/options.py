@@ -38,10 +38,11 @@ SAVED_OPTIONS = ("loss_floor", "loss_target", "max_grad_norm", "decay_form")
 
 
 # Values of groups that say whether and how gradients become directions in the spectral norm.
-SPECTRAL_VALUES = ("spectral", "adjust_lr_fn", "ns_steps", "ns_coefficients")
+SPECTRAL_VALUES = ("spectral", "adjust_lr_fn", "ns_steps", "ns_coefficients", "ns_dtype")
 SPECTRAL_FORMS = (False, True, "flat", "stack")
 SCALES = ("original", "match_rms_adamw")
 POLAR_EXPRESS = "polar_express"
+NS_DTYPES = ("auto", "float32", "bfloat16")
 
 # Values that some algorithms have in each group, with a word on who has them.
 OPTIONAL_VALUES = {
@@ -131,7 +132,7 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
         check_spectral(*(group[name] for name in SPECTRAL_VALUES))
 
 
-def check_spectral(form: Any, adjust: Any, steps: Any, coefficients: Any) -> None:
+def check_spectral(form: Any, adjust: Any, steps: Any, coefficients: Any, dtype: Any) -> None:
     if form not in SPECTRAL_FORMS or type(form) is int:
         listed = ", ".join(map(repr, SPECTRAL_FORMS))
         raise ValueError(f"spectral={form!r}: must be one of {listed}")
@@ -139,6 +140,8 @@ def check_spectral(form: Any, adjust: Any, steps: Any, coefficients: Any) -> Non
         raise ValueError(f"adjust_lr_fn={adjust!r}: must be one of {', '.join(map(repr, SCALES))}")
     if type(steps) is not int or not 1 <= steps < 100:
         raise ValueError(f"ns_steps={steps!r}: must be an integer from 1 to 99")
+    if dtype not in NS_DTYPES:
+        raise ValueError(f"ns_dtype={dtype!r}: must be one of {', '.join(map(repr, NS_DTYPES))}")
     if isinstance(coefficients, str) and coefficients == POLAR_EXPRESS:
         return
     numbers = coefficients if isinstance(coefficients, (tuple, list)) else ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,15 +42,17 @@ class Spectral(NamedTuple):
     form: bool | str  # True, "flat" or "stack": how a parameter is a matrix, or several
     adjust: str  # adjust_lr_fn: the scale of a direction
     polynomials: tuple[Polynomial, ...]
+    products: str = "auto"  # ns_dtype: the type that they are computed in
 
     @staticmethod
     def of(group: dict[str, Any]) -> Spectral | None:
         """Of a group with valid values; None for one whose directions are g / D."""
-        form, adjust, steps, coefficients = (group.get(name) for name in SPECTRAL_VALUES)
+        form, adjust, steps, coefficients, dtype = (group.get(name) for name in SPECTRAL_VALUES)
         if form is None or form is False:
             return None
-        assert isinstance(adjust, str) and isinstance(steps, int) and coefficients is not None
-        return Spectral(form, adjust, polynomials(coefficients, steps))
+        assert isinstance(adjust, str) and isinstance(steps, int) and isinstance(dtype, str)
+        assert coefficients is not None
+        return Spectral(form, adjust, polynomials(coefficients, steps), dtype)
 
     def matrices(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """How many matrices a parameter of this shape is, and their rows and columns."""
@@ -89,12 +92,14 @@ def check_matrix(param: Tensor, spectral: Spectral, label: str) -> None:
         )
 
 
-def work_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def work_dtype(products: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What the products are computed in, of gradients in float32, float64 or their complex types."""
-    return torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
+    if products == "auto":
+        products = "bfloat16" if device.type == "cuda" else "float32"
+    return torch.bfloat16 if products == "bfloat16" and dtype == torch.float32 else dtype
 
 
-def polar(matrices: Tensor, steps: Sequence[Polynomial]) -> Tensor:
+def polar(matrices: Tensor, steps: Sequence[Polynomial], products: str = "auto") -> Tensor:
     """About the polar factor of each matrix of a batch; 0 of a zero matrix."""
     tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mH if tall else matrices  # of the two products with its own transpose the smaller
@@ -102,7 +107,7 @@ def polar(matrices: Tensor, steps: Sequence[Polynomial]) -> Tensor:
     for size in (lambda x: x.abs().amax((-2, -1), True), _frobenius_norm):
         divisor = size(x)
         x = x / divisor.masked_fill(divisor == 0, 1.0)
-    x = x.to(work_dtype(x.dtype, x.device))
+    x = x.to(work_dtype(products, x.dtype, x.device))
     for a, b, c in steps:
         gram = torch.bmm(x, x.mH)
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -122,8 +127,9 @@ def write_directions(
     _, rows, columns = shapes[0]
     dtype, device = directions[0].dtype, directions[0].device
     parts = [g.reshape(shape) for g, shape in zip(gradients, shapes, strict=True)]
-    with torch.autocast(device.type, enabled=False):
-        found = polar(torch.cat(parts).to(dtype), spectral.polynomials)
+    cast = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if cast else nullcontext():
+        found = polar(torch.cat(parts).to(dtype), spectral.polynomials, spectral.products)
     found = found.to(dtype) * spectral.scale(rows, columns)
     pieces = found.split([count for count, _, _ in shapes])
     for direction, piece in zip(directions, pieces, strict=True):

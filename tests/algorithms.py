@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -127,7 +127,14 @@ NGNMuon = Algorithm(
     slack=16.0,
 )
 
+# The same with spectral groups alone.
+DIRECTED = replace(NGNMuon, traffic=("gd", "dmx", "mx"), spectral=("flat",))
+
 ALGORITHMS = (NGN, NGNM, NGND, NGND_RMS, NGNMDv1, NGNMDv2, DecNGNMDv1, NGNMDv1W, NGNMuon)
 EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+# Those whose parameters of one element type are in one bucket.
+EVERY_BUCKET = pytest.mark.parametrize(
+    "algorithm", [a for a in ALGORITHMS if not a.spectral] + [DIRECTED], ids=str
+)
 SCALAR = tuple(a for a in ALGORITHMS if not a.coordinate)
 COORDINATE = tuple(a for a in ALGORITHMS if a.coordinate)

@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ngn_kernels
+from ngn_kernels import spectral
 from ngn_kernels.backends import availability
 
+WORK_DTYPE = spectral.work_dtype
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 
 ENGINES = ("cuda", "triton")
@@ -39,6 +41,12 @@ def engine(request: pytest.FixtureRequest) -> str:
     if reason is not None:
         pytest.skip(reason)
     return name
+
+
+@pytest.fixture(autouse=True)
+def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the oracle's tolerances have it."""
+    monkeypatch.setattr(spectral, "work_dtype", lambda products, dtype, device: dtype)
 
 
 def columns_on(device: str, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
@@ -142,6 +150,17 @@ def test_a_step_never_waits(
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_allocated() == before
         pair.check_step()
+
+
+def test_directions_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are made without the fixture: near those of float32."""
+    steps = spectral.polynomials((3.4445, -4.775, 2.0315), 5)
+    matrices = torch.randn(3, 64, 96, device="cuda")
+    exact = spectral.polar(matrices, steps)
+    monkeypatch.setattr(spectral, "work_dtype", WORK_DTYPE)
+    found = spectral.polar(matrices, steps)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, atol=0.05, rtol=0.0)
 
 
 def capture(optimizer: Any, loss: Tensor) -> torch.cuda.CUDAGraph:

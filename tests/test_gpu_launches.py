@@ -19,6 +19,7 @@ from fake_gpu import Event, FakeGPU, Synchronised, counting, place
 from helpers import replace_backend, warnings_of
 from torch import Tensor
 
+import ngn_kernels
 import ngn_kernels.backends as backends
 from ngn_kernels.distributed.exchange import Message, Ranks, Status
 from ngn_kernels.layout import Reason
@@ -173,6 +174,26 @@ def test_a_step_never_waits(algorithm: Algorithm, case: str, fake_gpu: FakeGPU) 
             assert len(fake_gpu.watch.work) <= len(wanted)
     assert optimizer.skipped_steps.device.type == "cuda"
     assert algorithm.coordinate or optimizer.shrink.device.type == "cuda"
+
+
+def test_directions_wait_for_nothing(fake_gpu: FakeGPU) -> None:
+    """And are written where they were in the step before."""
+    shapes = ((7, 5), (5, 7), (7, 5), (3, 7, 5))
+    params: list[Tensor] = [
+        torch.nn.Parameter(torch.empty(shape, device="cuda:0")) for shape in shapes
+    ]
+    new_gradients(params)
+    groups = [{"params": params[:3]}, {"params": params[3:], "spectral": "stack"}]
+    optimizer = ngn_kernels.NGNMuon(groups, backend="triton", max_grad_norm=1.0)
+    places = []
+    for _ in range(3):
+        new_gradients(params)
+        fake_gpu.launches.clear()
+        optimizer.step(loss=new_loss())
+        (bucket,) = optimizer._plan.buckets
+        places.append([id(row.direction) for row in bucket.rows])
+        assert [name for name, _ in fake_gpu.launches] == ["reduce", "reduce", "apply"]
+    assert places[0] == places[1] == places[2]
 
 
 def test_lrs_on_the_device_are_copied_in_every_step(fake_gpu: FakeGPU) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from algorithms import ALGORITHMS, EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
-from gpu_engines import EACH_ENGINE, EVERY_TARGET, on, simulated
+from algorithms import ALGORITHMS, EVERY, EVERY_BUCKET, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
+from gpu_engines import EACH_ENGINE, EVERY_TARGET, on, simulated, skip_directions
 from helpers import (
     bits,
     params_of,
@@ -44,6 +44,7 @@ ORDERS = (("reversed", 0), ("random", 1), ("interleaved", 2), ("interleaved", 3)
 @pytest.fixture(params=EACH_ENGINE)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Stands in for the GPU, of each engine; tests that care name the architectures."""
+    skip_directions(request, request.param)
     with simulated(request.param, monkeypatch) as stand_in:
         yield stand_in
 
@@ -65,7 +66,7 @@ def run(pairs: Iterator[Pair]) -> Pair:
     return last
 
 
-COLUMNS = ("x", "g", "m", "v", "m_scale", "v_scale", "remainder")
+COLUMNS = ("x", "g", "d", "m", "v", "m_scale", "v_scale", "remainder")
 
 
 def element_bytes(launches: list[Any]) -> int:
@@ -138,7 +139,7 @@ def test_gradients_of_another_type(
     pair.checked_step(0.7)
 
 
-@EVERY
+@EVERY_BUCKET
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_chunks_of_a_large_model(
     algorithm: Algorithm, dtype: torch.dtype, gpu: Any, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +150,7 @@ def test_chunks_of_a_large_model(
     assert {launched.blocks for launched in gpu.launches} == {1 + 3 + 1}
 
 
-@EVERY
+@EVERY_BUCKET
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_offsets_beyond_32_bits(algorithm: Algorithm, dtype: torch.dtype, gpu: Any) -> None:
     """The last elements of tensors whose first ones would lie far before them in memory."""
@@ -165,6 +166,7 @@ def test_offsets_beyond_32_bits(algorithm: Algorithm, dtype: torch.dtype, gpu: A
     prepared.host_chunks[:, 1] += begin
     bucket.table[Column.NUMEL] += begin
     widths = {Column.X: dtype.itemsize, Column.G: dtype.itemsize, Column.M: 4, Column.V: 4}
+    widths |= {Column.D: 4} if algorithm.spectral else {}
     for column, width in widths.items():
         bucket.table[column] -= begin * width
     for index in range(len(plan.rounds)):
@@ -190,17 +192,17 @@ def test_amp_and_clipping(algorithm: Algorithm, gpu: Any) -> None:
     pair.check_step()
 
 
-@EVERY
+@EVERY_BUCKET
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bytes(algorithm: Algorithm, dtype: torch.dtype, gpu: Any) -> None:
     """Exactly the traffic of the design's table, and vectors all the way."""
     sizes = (8192, 4096)
     run(steps(gpu, algorithm, random_columns([[(n,)] for n in sizes], dtype), count=1))
-    width = {"x": dtype.itemsize, "g": dtype.itemsize, "m": 4, "v": 4}
+    width = {"x": dtype.itemsize, "g": dtype.itemsize, "m": 4, "v": 4, "d": 4}
     reduced, read, written = algorithm.traffic
     n = sum(sizes)
     moved = column_bytes(gpu.launches)
-    for column in "xgmv":
+    for column in "xgmvd":
         wanted = n * width[column]
         assert moved["apply"][f"read {column}"] == wanted * (column in read)
         assert moved["apply"][f"written {column}"] == wanted * (column in written)
@@ -298,7 +300,7 @@ def test_kept_elements_and_skipped_steps_of_narrow_state(gpu: Any) -> None:
     assert all(t.float().isfinite().all() for t in optimizer.state[p].values())
 
 
-@EVERY
+@EVERY_BUCKET
 def test_bytes_of_clipping(algorithm: Algorithm, gpu: Any) -> None:
     """One word more where the norm must come first, none where the reduce gives it anyway."""
     n = 4096

@@ -18,6 +18,7 @@ import pytest
 import torch
 from algorithms import (
     ALGORITHMS,
+    DIRECTED,
     NGNM,
     TWO_GROUPS,
     Algorithm,
@@ -25,6 +26,7 @@ from algorithms import (
     NGNMDv1,
     NGNMDv1W,
     NGNMDv2,
+    NGNMuon,
 )
 from helpers import random_columns, replace_backend
 from steps import train
@@ -87,13 +89,14 @@ def build(algorithm: Algorithm, **options: Any) -> Any:
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch ties the two dtypes")
 def test_no_race_in_any_variant(start: Any) -> None:
     backend = start()
-    for algorithm, beta1, param, grad in product(ALGORITHMS, (0.9, 0.0), STORAGE, STORAGE):
+    each = [a for a in ALGORITHMS if a not in (DecNGNMDv1, NGNMuon)] + [DIRECTED]
+    for algorithm, beta1, param, grad in product(each, (0.9, 0.0), STORAGE, STORAGE):
         # A rule without momentum is one variant; DecNGNMDv1 compiles to what NGNMDv1 does.
-        if algorithm is not DecNGNMDv1 and (algorithm.momentum or beta1):
+        if algorithm.momentum or beta1:
             hypers = [hyper._replace(beta1=beta1) for hyper in TWO_GROUPS]
             columns = random_columns(SHAPES, param)
             train(algorithm.build(columns, hypers, backend="triton"), 0, dtype=grad)
-    for algorithm in (NGNM, NGNMDv1, NGNMDv2):
+    for algorithm in (NGNM, NGNMDv1, NGNMDv2, DIRECTED):
         columns = random_columns(SHAPES)
         train(algorithm.build(columns, backend="triton", decay_form="adamw"), 0)
     wanted = {(v.kernel, *map(str, v.constants.values())) for v in variants()}
@@ -110,8 +113,8 @@ def test_no_race_in_narrow_numbers(start: Any) -> None:
         names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
         state = tuple(names.get(dtype, "8bit") for dtype in (variant.m, variant.v))
         rule = replace(variant.rule, adamw_decay=False)
-        (name,) = {a.name for a in ALGORITHMS if RULES[a.rule_name] == rule} - {"DecNGNMDv1"}
-        algorithm = next(a for a in ALGORITHMS if a.name == name)
+        alike = [a for a in ALGORITHMS if RULES[a.rule_name] == rule]
+        algorithm = DIRECTED if rule.directed else alike[0]
         columns = random_columns(([(4100,)], [(4161,)]), variant.param)
         form = "adamw" if variant.rule.adamw_decay else "paper"
         options = {"state": state, "rounding": variant.rounding, "decay_form": form}

@@ -152,6 +152,14 @@ def _all_contenders() -> Iterable[Contender]:
             opaque=True,
         )
     yield Contender(
+        f"{MUON}:bfloat16",
+        "NGN-Muon · products in bfloat16",
+        directed,
+        functools.partial(build_ngn, ns_dtype="bfloat16"),
+        uses_loss=True,
+        opaque=True,
+    )
+    yield Contender(
         "muon:torch", "Muon and AdamW · torch, fused", directed, MuonWithAdamW, opaque=True
     )
     yield Contender(

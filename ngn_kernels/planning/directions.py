@@ -59,7 +59,7 @@ class Part(NamedTuple):
     """A parameter, or some of its matrices."""
 
     place: int
-    span: Any  # of the first dimension
+    span: slice | None  # of the first dimension; None: all of it
     numel: int
 
 
@@ -97,12 +97,13 @@ class Matrices:
     def _shaped(self, reals: Tensor | None, part: Part) -> Tensor:
         """With the shape of the parameter: complex where it is."""
         assert reals is not None
-        return (torch.view_as_complex(reals) if self._complex[part.place] else reals)[part.span]
+        found = torch.view_as_complex(reals) if self._complex[part.place] else reals
+        return found if part.span is None else found[part.span]
 
 
 def _parts(place: int, shape: torch.Size, spectral: Spectral) -> Iterator[Part]:
     if spectral.form != "stack" or len(shape) < 3:
-        yield Part(place, ..., shape.numel())
+        yield Part(place, None, shape.numel())
         return
     one = shape[1:].numel()
     several = max(1, BATCH // one)

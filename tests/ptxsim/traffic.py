@@ -53,9 +53,10 @@ def memory_of(prepared: GpuBucket, reduces: bool) -> Memory:
         gradient = row.gradient(row.param.grad)
         columns = {"x": row.x, "g": gradient, "m": row.m, "v": row.v, "step": row.step}
         columns |= {"m_scale": row.m_scale, "v_scale": row.v_scale, "remainder": row.remainder}
+        columns["d"] = row.direction
         for column, tensor in columns.items():
             if tensor is not None:
-                memory.register(tensor, f"{column}{i}", read_only=reduces or column == "g")
+                memory.register(tensor, f"{column}{i}", read_only=reduces or column in "gd")
     fixed = {"table": prepared.table, "chunks": prepared.chunks, "groups": inputs.groups}
     for label, tensor in fixed.items():
         memory.register(tensor, label, read_only=True)

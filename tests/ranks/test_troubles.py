@@ -83,8 +83,12 @@ def test_a_rank_that_never_comes(ranks: Callable[[int], Pool]) -> None:
 def test_one_collective_a_step(
     algorithm: Algorithm, clipping: bool, sharded: bool, ranks: Callable[[int], Pool]
 ) -> None:
-    """Two where the clip factor must be known before the rule's own sums."""
+    """Two where the clip factor must be known before the rule's own sums.
+
+    And one before matrices are brought to their owners, for which ranks wait.
+    """
     wanted = 2 if clipping and algorithm.rms and not algorithm.coordinate else 1
+    wanted += bool(algorithm.spectral and sharded)
     task = {"algorithm": str(algorithm), "clipping": clipping, "sharded": sharded}
     for count, size in ranks(2).run(MODULE, "collectives", **task):
         assert count == wanted
