@@ -34,15 +34,6 @@ def require(engine: str) -> None:
         pytest.skip("the stand-in for CUDA's driver takes a C compiler")
 
 
-def skip_directions(request: pytest.FixtureRequest, engine: str) -> None:
-    """Where the test is of spectral groups, and the engine refuses them."""
-    algorithm = getattr(request.node, "callspec", None) and request.node.callspec.params.get(
-        "algorithm"
-    )
-    if engine == CUDA and algorithm is not None and algorithm.spectral:
-        pytest.skip("the CUDA engine takes no given directions")
-
-
 @contextmanager
 def simulated(engine: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A GPU that stands in for a real one; its `name` is the backend to ask for."""

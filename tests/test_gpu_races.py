@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import EVERY, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
-from gpu_engines import EACH_ENGINE, simulated, skip_directions
+from gpu_engines import EACH_ENGINE, simulated
 from helpers import params_of, random_columns, random_gradients
 from ptxsim import DataRace, Kernel, launch
 from steps import train
@@ -27,7 +27,6 @@ TICKET = re.compile(r"\batom\.[\w.]*acq_rel[\w.]*")
 
 @pytest.fixture(params=EACH_ENGINE)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    skip_directions(request, request.param)
     with simulated(request.param, monkeypatch) as stand_in:
         yield stand_in
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms import ALGORITHMS, EVERY, EVERY_BUCKET, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
-from gpu_engines import EACH_ENGINE, EVERY_TARGET, on, simulated, skip_directions
+from gpu_engines import EACH_ENGINE, EVERY_TARGET, on, simulated
 from helpers import (
     bits,
     params_of,
@@ -44,7 +44,6 @@ ORDERS = (("reversed", 0), ("random", 1), ("interleaved", 2), ("interleaved", 3)
 @pytest.fixture(params=EACH_ENGINE)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Stands in for the GPU, of each engine; tests that care name the architectures."""
-    skip_directions(request, request.param)
     with simulated(request.param, monkeypatch) as stand_in:
         yield stand_in
 
