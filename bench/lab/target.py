@@ -67,10 +67,12 @@ ADAM = Line("adam")
 AT_ONE = (
     *(Line("ngn-mdv1", target, lr=1.0) for target in ("0.9", "0.8", "0.6", "")),
     Line("ngn-mdv1", lr=1e-2),
+    Line("ngn-mdv1", "0.2", lr=1e-2),
 )
 """NGN-MDv1 at one step size for all tasks: one far too large, and its default."""
 UNTUNED = (
     Line("ngn-mdv1", "0.8", lr=1.0),
+    Line("ngn-mdv1", "0.2", lr=1e-2),
     Line("adam", lr=1e-3),
     Line("adam", lr=3e-3),
     Line("momo-adam", lr=1e-2),
@@ -318,7 +320,7 @@ def headline_figure(kept: Sequence[Kept]) -> Figure:
             plt.Line2D([], [], color=colour, marker="osD"[place], label=text)
             for place, (_, text, colour) in enumerate(HEADLINE_LINES)
         ]
-        drawn.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+        drawn.legend(handles=handles, loc="outside upper center", fontsize=15, ncols=len(handles))
     return drawn
 
 
