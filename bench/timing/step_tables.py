@@ -224,7 +224,7 @@ def slower_lines(record: dict[str, Any], rule: str = "ngnmdv1") -> list[str]:
     for workload in workload_names(record):
         rows = {row["contender"]: row for row in rows_of(record, workload) if row["time"]}
         fused = next(
-            (rows[f"{rule}:{b}"] for b in ("triton", "cpu") if f"{rule}:{b}" in rows), None
+            (rows[f"{rule}:{b}"] for b in ("cuda", "triton", "cpu") if f"{rule}:{b}" in rows), None
         )
         if fused is None:
             continue

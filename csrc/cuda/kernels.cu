@@ -22,12 +22,11 @@ constexpr int WARPS = THREADS / WARP;
 // What the threads of a block share.
 struct Work {
   TensorRow row;
-  int64_t begin;   // of the chunk
-  int32_t n;       // its elements; 0 if they take no part
+  int64_t begin;      // of the chunk
+  int32_t n;          // its elements; 0 if they take no part
   int32_t n_aligned;  // of them, those that vectors reach
   Coefficients<float> k;
   Noise noise;  // of the row
-  Reason reason;
 };
 
 __device__ inline Sums sum_buckets(const Bucket& bucket) {
