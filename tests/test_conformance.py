@@ -236,11 +236,11 @@ def test_state_is_what_the_rule_needs(algorithm: Algorithm, backend: str) -> Non
 
 
 def test_the_suite_can_fail(algorithm: Algorithm, backend: str) -> None:
-    """A relative error of 1e-5 in one element of float32 is noticed; Newton-Schulz rounds more."""
+    """A relative error of 1e-5 in one element of float32 is noticed, or what a slack makes of it."""
     pair = Pair(algorithm, algorithm.build(random_columns([[(9,)], [(4, 4)]]), backend=backend))
     random_gradients(params_of(pair.optimizer), seed=0)
     pair.step(1.0)
     with torch.no_grad():
-        params_of(pair.optimizer)[1][0, 0] *= 1 + (1e-3 if algorithm.spectral else 1e-5)
+        params_of(pair.optimizer)[1][0, 0] *= 1 + 1e-5 * algorithm.slack
     with pytest.raises(AssertionError, match="parameter"):
         pair.check_step()
