@@ -24,6 +24,7 @@ class Launch:
         rms: bool,
         regularised: bool,
         adamw_decay: bool,
+        directed: bool,
         table: int,
         rows: int,
         chunks: int,

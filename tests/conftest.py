@@ -117,10 +117,3 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if marker is None or dtype in marker.args
     ]
     metafunc.parametrize(("backend", "dtype"), pairs)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    algorithm = params.get("algorithm")
-    if "cuda" in (params.get("backend"), params.get("gpu")) and getattr(algorithm, "spectral", ()):
-        pytest.skip("the CUDA engine takes no given directions")

@@ -266,7 +266,7 @@ GOOD: dict[str, Any] = {
     **dict.fromkeys(("rows", "chunk_count", "group_count", "bucket_count"), 1),
     **{"chunk_size": 2048, "index": 0, "device": 0, "rounding": Rounding.NEAREST},
     **dict.fromkeys(("x_type", "g_type", "m_type", "v_type"), DType.FLOAT32),
-    **dict.fromkeys(("momentum", "coordinate", "regularised", "adamw_decay"), False),
+    **dict.fromkeys(("momentum", "coordinate", "regularised", "adamw_decay", "directed"), False),
     **{"rms": False, "updates": True},
 }
 
@@ -287,6 +287,9 @@ GOOD: dict[str, Any] = {
         ({"momentum": True, "coordinate": True}, "no kernel has this rule"),
         ({"updates": False, "momentum": True}, "no kernel has this rule"),
         ({"updates": False, "regularised": True}, "no kernel has this rule"),
+        ({"updates": False, "directed": True, "regularised": True}, "no kernel has this rule"),
+        ({"directed": True, "rms": True}, "given directions have no rms"),
+        ({"directed": True, "coordinate": True}, "given directions have no rms"),
     ],
 )
 def test_bad_arguments_are_refused(changes: dict[str, Any], said: str, driver: StubDriver) -> None:
@@ -312,6 +315,9 @@ MOMENTUM_RMS = {"momentum": True, "rms": True}
         ({"m_type": DType.BFLOAT16, **MOMENTUM_RMS}, "apply_momentum_rms_narrow"),
         ({**HALF, "rounding": Rounding.STOCHASTIC}, "apply_plain_narrow"),
         ({**MOMENTUM_RMS, "regularised": True}, "apply_momentum_rms"),
+        ({**HALF, "directed": True}, "apply_plain"),
+        ({**HALF, "directed": True, "rounding": Rounding.EXACT}, "apply_plain_narrow"),
+        ({"updates": False, **HALF, "directed": True}, "reduce_directed"),
         ({"updates": False}, "reduce_norm"),
         ({"updates": False, **HALF, "v_type": DType.UINT8}, "reduce_norm_half"),
         ({"updates": False, "g_type": DType.FLOAT16}, "reduce_norm_half"),

@@ -58,15 +58,18 @@ __device__ inline float limit_of(DType type, bool stochastic) {
 }
 
 // The part of the work that both kernels begin with. A thread of its own does it.
-template <bool MOMENTUM, bool RMS, bool READS_X, Storage STORAGE>
+template <bool UPDATES, bool MOMENTUM, bool RMS, bool REGULARISED, Storage STORAGE>
 __device__ inline void locate(const Launch& launch, int64_t i_chunk, Work& work) {
   const Bucket& bucket = launch.bucket;
   const Chunk chunk = bucket.chunks[i_chunk];
-  const TensorRow row = row_of(bucket, chunk.row);
+  TensorRow row = row_of(bucket, chunk.row);
   const int64_t left = row.numel - chunk.begin;
   const int32_t n = row.g ? static_cast<int32_t>(left < launch.chunk_size ? left : launch.chunk_size) : 0;
+  if (UPDATES && launch.directed) row.g = row.d;
+  constexpr bool READS_X = UPDATES || REGULARISED;
   constexpr int vector = VECTOR<STORAGE>;
   bool vectors = is_aligned(row.g, bucket.g_type, vector);
+  if (!UPDATES && launch.directed) vectors &= is_aligned(row.d, DType::float32, vector);
   if (READS_X) vectors &= is_aligned(row.x, bucket.x_type, vector);
   if (MOMENTUM) vectors &= is_aligned(row.m, state_type<STORAGE>(bucket.m_type), vector);
   if (RMS) vectors &= is_aligned(row.v, state_type<STORAGE>(bucket.v_type), vector);
@@ -97,7 +100,7 @@ __device__ inline Floats<Layout> join(const Floats<Layout>& near, const Words<La
 }
 
 // The sums over `n` elements of a row, those of each thread.
-template <bool RMS, bool REGULARISED, Storage STORAGE, class Layout>
+template <bool RMS, bool REGULARISED, bool DIRECTED, Storage STORAGE, class Layout>
 __device__ inline void reduce_span(const Launch& launch, const Work& work, int64_t begin, int n, double& weighted,
                                    double& alignment) {
   const Bucket& bucket = launch.bucket;
@@ -105,6 +108,7 @@ __device__ inline void reduce_span(const Launch& launch, const Work& work, int64
   const bool exact = STORAGE == Storage::narrow && bucket.rounding == Rounding::exact;
   const Column x = column_at(work.row.x, nullptr, bucket.x_type, begin);
   const Column g = column_at(work.row.g, nullptr, bucket.g_type, begin);
+  const Column d = column_at(work.row.d, nullptr, DType::float32, begin);
   const Column v = column_at(work.row.v, work.row.v_scale, state_type<STORAGE>(bucket.v_type), begin);
   const char* remainder = reinterpret_cast<const char*>(work.row.remainder) + begin * 2;
   Floats<Layout> sum = {}, product = {};
@@ -112,22 +116,29 @@ __device__ inline void reduce_span(const Launch& launch, const Work& work, int64
   for (int i = 0; i < n; i += Layout::SPAN) {
     const int o = i + Layout::first();
     const Loaded<Layout> g_loaded = load<Layout>(g, o, n);
-    Loaded<Layout> v_loaded, x_loaded;
+    Loaded<Layout> v_loaded, x_loaded, d_loaded;
     Words<Layout> remainders = {};
     if constexpr (RMS) v_loaded = load<Layout>(v, o, n);
+    if constexpr (DIRECTED) d_loaded = load<Layout>(d, o, n);
     if constexpr (REGULARISED) {
       x_loaded = load<Layout>(x, o, n);
       if (exact) load_words<Layout, 2>(remainder, o, n, remainders);
     }
     const Floats<Layout> g_value = decode(g_loaded, g.type);
-    Floats<Layout> v_value = {}, x_value = {};
+    Floats<Layout> v_value = {}, x_value = {}, d_value = {};
     if constexpr (RMS) v_value = decode(v_loaded, v.type);
+    if constexpr (DIRECTED) d_value = decode(d_loaded, d.type);
     if constexpr (REGULARISED) {
       x_value = decode(x_loaded, x.type);
       if (exact) x_value = join(x_value, remainders);
     }
     NGN_EACH(j) {
-      contribute<RMS, REGULARISED>(x_value[j], v_value[j], k.gradient_scale * g_value[j], k, sum[j], product[j]);
+      const float gradient = k.gradient_scale * g_value[j];
+      if constexpr (DIRECTED) {
+        contribute_along(gradient, d_value[j], sum[j]);
+      } else {
+        contribute<RMS, REGULARISED>(x_value[j], v_value[j], gradient, k, sum[j], product[j]);
+      }
     }
   }
   NGN_EACH(j) {
@@ -161,27 +172,29 @@ __device__ inline bool take_ticket(const Launch& launch) {
   return true;
 }
 
-template <bool RMS, bool REGULARISED, Storage STORAGE>
+template <bool RMS, bool REGULARISED, bool DIRECTED, Storage STORAGE>
 __device__ inline void reduce(const Launch& launch) {
   __shared__ Work work;
   __shared__ double of_warps[2][WARPS];
   __shared__ bool is_last;
   const Bucket& bucket = launch.bucket;
-  constexpr Rule rule = {false, false, RMS, REGULARISED, false};
+  constexpr Rule rule = {false, false, RMS, REGULARISED, false, DIRECTED};
+  constexpr bool CLIPPED = RMS || DIRECTED;  // sums_clipped(rule)
   // Each pass goes in the opposite order of the one before, whose last tensors are in the cache.
-  const int64_t i_chunk = RMS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int64_t i_chunk = CLIPPED ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   if (threadIdx.x == 0) {
-    locate<false, RMS, REGULARISED, STORAGE>(launch, i_chunk, work);
-    // A rule without RMS sums unclipped gradients; shrink() applies the clip factor to the sum.
-    const double clip = RMS ? clip_factor(sum_buckets(bucket).norm, bucket.inputs->max_grad_norm) : 1.0;
+    locate<false, false, RMS, REGULARISED, STORAGE>(launch, i_chunk, work);
+    // To a sum over unclipped gradients shrink() applies the clip factor.
+    const double clip = CLIPPED ? clip_factor(sum_buckets(bucket).norm, bucket.inputs->max_grad_norm) : 1.0;
     work.k = coefficients<float>(rule, bucket.groups[work.row.group], count_of(work.row), *bucket.inputs, clip, 1.0, 0, 0, 0);
   }
   __syncthreads();
   double weighted = 0, alignment = 0;
-  reduce_span<RMS, REGULARISED, STORAGE, Together<VECTOR<STORAGE>>>(launch, work, work.begin, work.n_aligned, weighted, alignment);
+  using Vectors = Together<VECTOR<STORAGE>>;
+  reduce_span<RMS, REGULARISED, DIRECTED, STORAGE, Vectors>(launch, work, work.begin, work.n_aligned, weighted, alignment);
   const int n_tail = work.n - work.n_aligned;
   if (n_tail > 0) {
-    reduce_span<RMS, REGULARISED, STORAGE, Apart>(launch, work, work.begin + work.n_aligned, n_tail, weighted, alignment);
+    reduce_span<RMS, REGULARISED, DIRECTED, STORAGE, Apart>(launch, work, work.begin + work.n_aligned, n_tail, weighted, alignment);
   }
   weighted = sum_threads(weighted, of_warps[0]);
   if (REGULARISED) alignment = sum_threads(alignment, of_warps[1]);
@@ -190,7 +203,7 @@ __device__ inline void reduce(const Launch& launch) {
     const Group& group = bucket.groups[work.row.group];
     const double replicas = static_cast<double>(work.row.replicas), sum = work.k.unit * weighted / replicas;
     bucket.partials[i_chunk] = {effective_step(rule, group) * sum,
-                                largest_step(group) * group.weight_decay * alignment / replicas, RMS ? 0.0 : sum};
+                                largest_step(group) * group.weight_decay * alignment / replicas, CLIPPED ? 0.0 : sum};
     is_last = take_ticket(launch);
   }
   __syncthreads();
@@ -200,16 +213,16 @@ __device__ inline void reduce(const Launch& launch) {
   for (int64_t i = threadIdx.x; i < bucket.chunk_count; i += THREADS) {
     total.weighted += bucket.partials[i].weighted;
     if (REGULARISED) total.alignment += bucket.partials[i].alignment;
-    if (!RMS) total.norm += bucket.partials[i].norm;
+    if (!CLIPPED) total.norm += bucket.partials[i].norm;
   }
   total.weighted = sum_threads(total.weighted, of_warps[0]);
   if (REGULARISED) total.alignment = sum_threads(total.alignment, of_warps[1]);
-  if (!RMS) total.norm = sum_threads(total.norm, of_warps[1]);
+  if (!CLIPPED) total.norm = sum_threads(total.norm, of_warps[1]);
   if (threadIdx.x == 0) {
     Sums& sums = bucket.sums[bucket.index];
     sums.weighted = total.weighted;
     sums.alignment = total.alignment;
-    if (!RMS) sums.norm = total.norm;
+    if (!CLIPPED) sums.norm = total.norm;
   }
 }
 
@@ -332,10 +345,10 @@ __device__ inline void apply(const Launch& launch) {
   __shared__ Sums total;
   __shared__ Shrink step;
   const Bucket& bucket = launch.bucket;
-  const Rule rule = {MOMENTUM, COORDINATE, RMS, launch.regularised, launch.adamw_decay};
-  const int64_t i_chunk = COORDINATE || !RMS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const Rule rule = {MOMENTUM, COORDINATE, RMS, launch.regularised, launch.adamw_decay, launch.directed};
+  const int64_t i_chunk = COORDINATE || !sums_clipped(rule) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   if (threadIdx.x == 0) {
-    locate<MOMENTUM, RMS, true, STORAGE>(launch, i_chunk, work);
+    locate<true, MOMENTUM, RMS, false, STORAGE>(launch, i_chunk, work);
     total = sum_buckets(bucket);
     step = shrink(rule, total, *bucket.inputs);
     const bool goes = step.reason == Reason::none;
@@ -347,6 +360,7 @@ __device__ inline void apply(const Launch& launch) {
                                  limit_of(bucket.x_type, STORAGE == Storage::narrow && bucket.rounding == Rounding::stochastic),
                                  limit_of(state_type<STORAGE>(bucket.m_type), false),
                                  limit_of(state_type<STORAGE>(bucket.v_type), true));
+    if (launch.directed) work.k.gradient_scale = 1;
   }
   __syncthreads();
   using Vectors = Together<VECTOR<STORAGE>>;
@@ -379,9 +393,9 @@ __device__ inline void apply(const Launch& launch) {
 #define NGN_KERNEL(name, RMS, STORAGE)                                                              \
   extern "C" __global__ void __launch_bounds__(ngn::THREADS, RMS && STORAGE == ngn::Storage::narrow ? 3 : 4) \
       ngn_##name(const __grid_constant__ ngn::Launch launch)
-#define NGN_REDUCE(name, MOMENTUM, COORDINATE, RMS, REGULARISED, STORAGE) \
-  NGN_KERNEL(name, RMS, ngn::Storage::STORAGE) { ngn::reduce<RMS, REGULARISED, ngn::Storage::STORAGE>(launch); }
-#define NGN_APPLY(name, MOMENTUM, COORDINATE, RMS, REGULARISED, STORAGE) \
+#define NGN_REDUCE(name, RMS, REGULARISED, DIRECTED, STORAGE) \
+  NGN_KERNEL(name, RMS, ngn::Storage::STORAGE) { ngn::reduce<RMS, REGULARISED, DIRECTED, ngn::Storage::STORAGE>(launch); }
+#define NGN_APPLY(name, MOMENTUM, COORDINATE, RMS, STORAGE) \
   NGN_KERNEL(name, RMS, ngn::Storage::STORAGE) { ngn::apply<MOMENTUM, COORDINATE, RMS, ngn::Storage::STORAGE>(launch); }
 NGN_REDUCE_KERNELS(NGN_REDUCE)
 NGN_APPLY_KERNELS(NGN_APPLY)

@@ -21,26 +21,29 @@ struct Launch {
   Bucket bucket;
   bool regularised;    // of the rule: what the loop of an update depends on at run time
   bool adamw_decay;
+  bool directed;       // a sum is over g d; an update reads d in the place of g
   bool last;           // the step's last bucket
   int64_t chunk_size;  // elements
   uint32_t* ticket;    // chunks that are done
 };
 
-// Every kernel: name, MOMENTUM, COORDINATE, RMS, REGULARISED, storage. What a sum does not depend on is false;
-// regularised decay plays no part in the loop of an update.
-#define NGN_REDUCE_KERNELS(kernel)                                \
-  kernel(reduce_norm, false, false, false, false, single)         \
-  kernel(reduce_norm_half, false, false, false, false, half)      \
-  kernel(reduce_rms, false, false, true, false, single)           \
-  kernel(reduce_rms_narrow, false, false, true, false, narrow)    \
-  kernel(reduce_aligned, false, false, true, true, single)        \
-  kernel(reduce_aligned_narrow, false, false, true, true, narrow)
-#define NGN_APPLY_KERNELS_OF(kernel, name, MOMENTUM, COORDINATE, RMS)  \
-  kernel(name, MOMENTUM, COORDINATE, RMS, false, single)               \
-  kernel(name##_narrow, MOMENTUM, COORDINATE, RMS, false, narrow)
+// Every sum: name, RMS, REGULARISED, DIRECTED, storage.
+#define NGN_REDUCE_KERNELS(kernel)                         \
+  kernel(reduce_norm, false, false, false, single)         \
+  kernel(reduce_norm_half, false, false, false, half)      \
+  kernel(reduce_rms, true, false, false, single)           \
+  kernel(reduce_rms_narrow, true, false, false, narrow)    \
+  kernel(reduce_aligned, true, true, false, single)        \
+  kernel(reduce_aligned_narrow, true, true, false, narrow) \
+  kernel(reduce_directed, false, false, true, single)
+// Every update: name, MOMENTUM, COORDINATE, RMS, storage. Regularised decay plays no part in its loop, and a given
+// direction takes the gradient's place there.
+#define NGN_APPLY_KERNELS_OF(kernel, name, MOMENTUM, COORDINATE, RMS) \
+  kernel(name, MOMENTUM, COORDINATE, RMS, single)                     \
+  kernel(name##_narrow, MOMENTUM, COORDINATE, RMS, narrow)
 #define NGN_APPLY_KERNELS(kernel)                                              \
-  kernel(apply_plain_half, false, false, false, false, half)                   \
-  kernel(apply_coordinate_half, false, true, false, false, half)               \
+  kernel(apply_plain_half, false, false, false, half)                          \
+  kernel(apply_coordinate_half, false, true, false, half)                      \
   NGN_APPLY_KERNELS_OF(kernel, apply_plain, false, false, false)               \
   NGN_APPLY_KERNELS_OF(kernel, apply_momentum, true, false, false)             \
   NGN_APPLY_KERNELS_OF(kernel, apply_coordinate, false, true, false)           \

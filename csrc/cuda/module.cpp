@@ -28,10 +28,10 @@ struct Kernel {
   Storage storage;
 };
 
-#define NGN_NAME(name, MOMENTUM, COORDINATE, RMS, REGULARISED, STORAGE, UPDATES) \
-  {"ngn_" #name, UPDATES, {MOMENTUM, COORDINATE, RMS, REGULARISED, false}, Storage::STORAGE},
-#define NGN_REDUCE(...) NGN_NAME(__VA_ARGS__, false)
-#define NGN_APPLY(...) NGN_NAME(__VA_ARGS__, true)
+#define NGN_REDUCE(name, RMS, REGULARISED, DIRECTED, STORAGE) \
+  {"ngn_" #name, false, {false, false, RMS, REGULARISED, false, DIRECTED}, Storage::STORAGE},
+#define NGN_APPLY(name, MOMENTUM, COORDINATE, RMS, STORAGE) \
+  {"ngn_" #name, true, {MOMENTUM, COORDINATE, RMS, false, false, false}, Storage::STORAGE},
 const std::vector<Kernel> KERNELS = {NGN_REDUCE_KERNELS(NGN_REDUCE) NGN_APPLY_KERNELS(NGN_APPLY)};
 
 std::vector<const char*> kernel_names() {
@@ -85,7 +85,7 @@ Storage storage_of(const ngn::Bucket& bucket, const Rule& rule, bool updates) {
   const bool narrow_v = rule.rms && bucket.v_type != DType::float32;
   if (rounds || narrow_m || narrow_v) return Storage::narrow;
   const bool wide = bucket.g_type == DType::float32 || (reads_x && bucket.x_type == DType::float32);
-  return wide || rule.rms || (updates && rule.momentum) ? Storage::single : Storage::half;
+  return wide || rule.rms || rule.directed || (updates && rule.momentum) ? Storage::single : Storage::half;
 }
 
 size_t kernel_of(const ngn::Bucket& bucket, const Rule& rule, bool updates) {
@@ -94,7 +94,7 @@ size_t kernel_of(const ngn::Bucket& bucket, const Rule& rule, bool updates) {
     const Kernel& kernel = KERNELS[i];
     const bool same = kernel.updates == updates && kernel.storage == storage && kernel.rule.momentum == rule.momentum &&
                       kernel.rule.coordinate == rule.coordinate && kernel.rule.rms == rule.rms &&
-                      (updates || kernel.rule.regularised == rule.regularised);
+                      (updates || (kernel.rule.regularised == rule.regularised && kernel.rule.directed == rule.directed));
     if (same) return i;
   }
   throw py::value_error("no kernel has this rule");
@@ -145,7 +145,7 @@ PYBIND11_MODULE(_cuda, module) {
 
   py::class_<Launch>(module, "Launch")
       .def(py::init([](std::shared_ptr<Engine> engine, int device, bool updates, bool momentum, bool coordinate, bool rms,
-                       bool regularised, bool adamw_decay, uintptr_t table, int64_t rows, uintptr_t chunks,
+                       bool regularised, bool adamw_decay, bool directed, uintptr_t table, int64_t rows, uintptr_t chunks,
                        int64_t chunk_count, int64_t chunk_size, uintptr_t groups, int64_t group_count, uintptr_t inputs,
                        uintptr_t sums, uintptr_t totals, int64_t bucket_count, int64_t index, uintptr_t partials,
                        uintptr_t counts, uintptr_t sizes, uintptr_t ticket, int x_type, int g_type, int m_type,
@@ -184,13 +184,16 @@ PYBIND11_MODULE(_cuda, module) {
              launch.chunk_size = chunk_size;
              launch.regularised = regularised;
              launch.adamw_decay = adamw_decay;
+             launch.directed = directed;
+             if (directed && updates) bucket.g_type = DType::float32;  // of the direction, which is read in g's place
              launch.ticket = at<uint32_t>(ticket);
-             const Rule rule = {momentum, coordinate, rms, regularised, adamw_decay};
+             const Rule rule = {momentum, coordinate, rms, regularised, adamw_decay, directed};
+             check(!directed || !(rms || coordinate), "given directions have no rms and no step size of their own");
              return std::make_unique<Launch>(std::move(engine), device, updates, rule, launch);
            }),
            py::kw_only(), py::arg("engine"), py::arg("device"), py::arg("updates"), py::arg("momentum"),
-           py::arg("coordinate"), py::arg("rms"), py::arg("regularised"), py::arg("adamw_decay"), py::arg("table"),
-           py::arg("rows"), py::arg("chunks"), py::arg("chunk_count"), py::arg("chunk_size"), py::arg("groups"),
+           py::arg("coordinate"), py::arg("rms"), py::arg("regularised"), py::arg("adamw_decay"), py::arg("directed"),
+           py::arg("table"), py::arg("rows"), py::arg("chunks"), py::arg("chunk_count"), py::arg("chunk_size"), py::arg("groups"),
            py::arg("group_count"), py::arg("inputs"), py::arg("sums"), py::arg("totals"), py::arg("bucket_count"),
            py::arg("index"), py::arg("partials"), py::arg("counts"), py::arg("sizes"), py::arg("ticket"),
            py::arg("x_type"), py::arg("g_type"), py::arg("m_type"), py::arg("v_type"), py::arg("rounding"))

@@ -35,11 +35,6 @@ class CudaBackend(GpuBackend):
     def unfit(self, key: BucketKey) -> str | None:
         """Raises Unavailable if a device that should run the kernels does not take them."""
         reason = super().unfit(key)
-        if reason is None and key.directed:
-            reason = (
-                "they are of a spectral group, whose directions are given; it takes those of g / D "
-                'alone: use backend="triton"'
-            )
         if reason is None:
             try:
                 self.engine.load(key.device.index or 0)
@@ -87,6 +82,7 @@ class CudaBucket(GpuBucket):
             rms=rule.rms,
             regularised=rule.regularised,
             adamw_decay=rule.adamw_decay,
+            directed=rule.directed,
             table=self.table.data_ptr(),
             rows=len(self.bucket.rows),
             chunks=self.chunks.data_ptr(),
