@@ -184,7 +184,7 @@ def test_directions_wait_for_nothing(fake_gpu: FakeGPU) -> None:
     ]
     new_gradients(params)
     groups = [{"params": params[:3]}, {"params": params[3:], "spectral": "stack"}]
-    optimizer = ngn_kernels.NGNMuon(groups, backend="triton", max_grad_norm=1.0)
+    optimizer = ngn_kernels.NGNMuon(groups, backend=fake_gpu.name, max_grad_norm=1.0)
     places = []
     for _ in range(3):
         new_gradients(params)

@@ -87,8 +87,9 @@ def test_each_optimizer_at_one_setting_is_compared_with_tuned_adam(tmp_path: Pat
     assert first["NGN-MDv1, target 0.8, lr 1"] == "**97.20**"  # within half a point
     assert first["Prodigy, lr 1"] == "97.05"  # beyond it
     assert first["Adam, lr 0.001"] == "97.00" and first["Momo-Adam, lr 0.01"] == "–"
-    assert list(second.values())[1:] == ["–"] * 8
-    assert [last[headings[place]] for place in (2, 5, 6)] == ["1 of 1", "–", "0 of 1"]
+    assert set(list(second.values())[1:]) == {"–"}
+    counts = ("NGN-MDv1, target 0.8, lr 1", "Momo-Adam, lr 0.01", "Prodigy, lr 1")
+    assert [last[heading] for heading in counts] == ["1 of 1", "–", "0 of 1"]
 
 
 def test_perplexities_are_compared_in_per_cent(tmp_path: Path) -> None:
@@ -98,8 +99,10 @@ def test_perplexities_are_compared_in_per_cent(tmp_path: Path) -> None:
         *scores("prodigy", {1.0: 10.21}, COSINE),
     ]
     runs = [one | {"metric": "perplexity"} for one in runs]
-    row = target.untuned_table(kept(tmp_path, runs), target.UNTUNED).rows[0]
-    assert row[1:3] == ["10.00 (0.001)", "**10.19**"] and row[6] == "10.21"
+    table = target.untuned_table(kept(tmp_path, runs), target.UNTUNED)
+    row = dict(zip((column.heading for column in table.columns), table.rows[0], strict=True))
+    assert row["Adam, tuned"] == "10.00 (0.001)"
+    assert row["NGN-MDv1, target 0.8, lr 1"] == "**10.19**" and row["Prodigy, lr 1"] == "10.21"
 
 
 def test_nothing_is_compared_with_an_adam_that_is_not_tuned(tmp_path: Path) -> None:
