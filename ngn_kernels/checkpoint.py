@@ -26,7 +26,7 @@ from .planning.state import (
     wanted_format,
 )
 from .rules import RULES, Rule
-from .spectral import Spectral
+from .spectral import Spectral, check_matrix
 
 SAVED = "ngn"  # in a saved group: what belongs to the whole optimizer
 
@@ -73,7 +73,14 @@ def load(
     for theirs, ours in zip(groups, current, strict=True):
         for name, value in defaults.items():  # a value that an older file lacks
             theirs.setdefault(name, ours.get(name, value))
-    rules = {saved: _rule_of(group) for group in groups for saved in group["params"]}
+    rules: dict[Any, Rule] = {}
+    for group in groups:
+        rule, spectral = RULES[group["algorithm"]], Spectral.of(group)
+        rule = rule if spectral is None else rule.with_directions()
+        for saved in group["params"]:
+            rules[saved] = rule
+            if spectral is not None:
+                check_matrix(owners[saved].param, spectral, owners[saved].label)
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     for saved, values in state_dict["state"].items():
         if saved not in owners:
@@ -125,7 +132,8 @@ def check_loadable(
         )
     for i, (theirs, ours) in enumerate(zip(loaded, current, strict=True)):
         source = theirs.get("algorithm", "another optimizer")
-        if RULES.get(source) != RULES[algorithm]:
+        foreign = "spectral" in theirs and "spectral" not in defaults
+        if RULES.get(source) != RULES[algorithm] or foreign:
             raise ValueError(
                 f"the loaded state is from {source} and this is {algorithm}, which keeps another "
                 f"state: go on with {source}, or begin {algorithm} without this state"
@@ -137,12 +145,6 @@ def check_loadable(
                 f"optimizer's {len(ours['params'])}: build the optimizer with the same groups first"
             )
         check_group({**defaults, **theirs}, defaults)
-
-
-def _rule_of(group: dict[str, Any]) -> Rule:
-    """That of a group's parameters."""
-    rule = RULES[group["algorithm"]]
-    return rule if Spectral.of(group) is None else rule.with_directions()
 
 
 def load_state(

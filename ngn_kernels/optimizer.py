@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
 from .checkpoint import SAVED, LoadedInto, load, plain_state
-from .distributed.dtensors import is_sharded, local
+from .distributed.dtensors import is_sharded, is_split, local
 from .distributed.exchange import ALONE, NOTHING_AGREED, Agreement, Alone, Exchange, Ranks, add_up
 from .formats import Storage
 from .hooks import entrance
@@ -538,7 +538,8 @@ class NGNOptimizer(Optimizer):
         self, plan: Plan | None, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> Agreement:
         """What must be the same on every rank, made again where something has changed."""
-        made_of = values, self._options(), self._decay_form, self._spectral
+        split = self._split_with_gradients()
+        made_of = values, self._options(), self._decay_form, self._spectral, split
         if plan is None or self._agreed[0] != made_of:
             options = {
                 "the algorithm": self.defaults["algorithm"],
@@ -549,12 +550,25 @@ class NGNOptimizer(Optimizer):
             }
             groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
             params = [p for group in self.param_groups for p in group["params"]]
+            labels = [self._label(*place) for place in split]
             backend = partial(default_backend, self._backend)
             agreement = self._ranks.agreement(
-                options, groups, self._spectral, params, self._storage, backend
+                options, groups, self._spectral, labels, params, self._storage, backend
             )
             self._agreed = made_of, agreement
         return self._agreed[1]
+
+    def _split_with_gradients(self) -> list[tuple[int, int]]:
+        """Group and place of the matrices of which ranks will send each other the parts."""
+        return [
+            (number, place)
+            for number, (spectral, group) in enumerate(
+                zip(self._spectral, self.param_groups, strict=True)
+            )
+            if spectral is not None
+            for place, param in enumerate(group["params"])
+            if param.grad is not None and is_split(param)
+        ]
 
     def _check_loss(self, loss: float | Tensor) -> None:
         """Raise if a loss on the host is below the floor; kernels check one on a device."""

@@ -10,6 +10,7 @@ from functools import cache
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -133,7 +134,7 @@ def check_group(group: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 def check_spectral(form: Any, adjust: Any, steps: Any, coefficients: Any, dtype: Any) -> None:
-    if form not in SPECTRAL_FORMS or type(form) is int:
+    if type(form) not in (bool, str) or form not in SPECTRAL_FORMS:
         listed = ", ".join(map(repr, SPECTRAL_FORMS))
         raise ValueError(f"spectral={form!r}: must be one of {listed}")
     if adjust not in SCALES:
@@ -157,6 +158,21 @@ def check_spectral(form: Any, adjust: Any, steps: Any, coefficients: Any, dtype:
             f"ns_coefficients={coefficients!r}: a > 0 and b^2 < 4 a c must hold, so that "
             "a s + b s^3 + c s^5 has the sign of s, and no direction points uphill"
         )
+    if not stays_bounded(a, b, c, steps):
+        raise ValueError(
+            f"ns_coefficients={coefficients!r}: in {steps} steps of Newton-Schulz some singular value "
+            "from 0 to 1 grows beyond 2 instead of coming near 1: Muon's are (3.4445, -4.775, 2.0315)"
+        )
+
+
+@cache
+def stays_bounded(a: float, b: float, c: float, steps: int) -> bool:
+    """Whether no number from 0 to 1, or a rounding above, is taken beyond 2."""
+    numbers = np.linspace(0.0, 1.01, 2000)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for _ in range(steps):
+            numbers = numbers * (a + numbers**2 * (b + numbers**2 * c))
+    return bool((numbers <= 2).all())
 
 
 def require(name: str, value: Any, wanted: str, holds: Callable[[Any], bool]) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def groups(
@@ -24,17 +27,13 @@ def groups(
             a head that is tied to one.
         values: further values of both groups, such as ``lr``.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"groups takes the model itself, a torch.nn.Module, not {type(model).__name__}"
-        )
-    embeddings = _embeddings(model)
+    trained = _trained(model, "groups")
+    embeddings = set() if decay_embeddings else _of_kind(model, EMBEDDINGS)
     decayed: list[tuple[str, Tensor]] = []
     others: list[tuple[str, Tensor]] = []
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            embedding = id(param) in embeddings and not decay_embeddings
-            (others if param.ndim < 2 or embedding else decayed).append((name, param))
+    for name, param in trained:
+        bare = param.ndim < 2 or id(param) in embeddings
+        (others if bare else decayed).append((name, param))
     return _not_empty(
         [
             {"params": decayed, "weight_decay": weight_decay, **values},
@@ -45,7 +44,7 @@ def groups(
 
 def muon_groups(
     model: nn.Module,
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     *,
     head: str | None = None,
     diagonal: Iterable[str] = (),
@@ -56,27 +55,34 @@ def muon_groups(
 
     Spectral are hidden matrices, convolutions, whose matrices are flat, and stacks of matrices, such as
     the weights of experts. Embeddings, the head and what is tied to them, vectors and scalars are
-    diagonal: they step along g / D. Vectors and scalars have no weight decay. Frozen parameters are left
-    out, and a tied weight is there once.
+    diagonal: they step along g / D. Vectors and scalars have no weight decay; a parameter of several
+    dimensions of which only one is larger than 1, such as a class token, is a vector. Frozen parameters
+    are left out, and a tied weight is there once.
 
     Args:
         model: the module to train.
-        weight_decay: of all groups but that of vectors and scalars.
+        weight_decay: of all groups but that of vectors and scalars; by default the optimizer's.
         head: the name of the module whose weights are diagonal as the model's last ones; by default the
             last ``nn.Linear`` of the model; "" for a model without a head.
         diagonal: names of other modules or parameters that are diagonal, such as the first convolution.
         diagonal_lr: lr of the diagonal groups, if it is another one.
         values: further values of all groups, such as ``lr``.
     """
-    apart = _embeddings(model) | _named(model, [*_head(model, head), *diagonal])
-    convolutions = {id(m.weight) for m in model.modules() if isinstance(m, _ConvNd)}
+    if taken := {"params", "spectral"} & set(values):
+        raise ValueError(
+            f"{' and '.join(sorted(taken))} of the groups are what muon_groups finds: name modules and "
+            "parameters in head= and diagonal=, or change the groups that it returns"
+        )
+    if isinstance(diagonal, str):
+        raise TypeError(f"diagonal={diagonal!r}: must be a list of names, such as [{diagonal!r}]")
+    trained = _trained(model, "muon_groups")
+    apart = _of_kind(model, EMBEDDINGS) | _named(model, [*_head(model, head), *diagonal])
+    convolutions = _of_kind(model, _ConvNd)
     found: dict[str, list[tuple[str, Tensor]]] = {
         kind: [] for kind in ("matrices", "flat", "stack", "diagonal", "vectors")
     }
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        if param.ndim < 2:
+    for name, param in trained:
+        if sum(size > 1 for size in param.shape) < 2:
             kind = "vectors"
         elif id(param) in apart:
             kind = "diagonal"
@@ -86,12 +92,13 @@ def muon_groups(
             kind = "matrices" if param.ndim == 2 else "stack"
         found[kind].append((name, param))
     of_diagonal = values if diagonal_lr is None else {**values, "lr": diagonal_lr}
+    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
     spectral: dict[str, bool | str] = {"matrices": True, "flat": "flat", "stack": "stack"}
     return _not_empty(
         [
             {
                 "params": params,
-                "weight_decay": 0.0 if kind == "vectors" else weight_decay,
+                **({"weight_decay": 0.0} if kind == "vectors" else decay),
                 "spectral": spectral.get(kind, False),
                 **(values if kind in spectral else of_diagonal),
             }
@@ -100,9 +107,24 @@ def muon_groups(
     )
 
 
-def _embeddings(model: nn.Module) -> set[int]:
-    modules = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    return {id(module.weight) for module in modules}
+def _trained(model: nn.Module, function: str) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are not frozen, with their names."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{function} takes the model itself, a torch.nn.Module, not {type(model).__name__}"
+        )
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    for name, param in trained:
+        if is_lazy(param):
+            raise ValueError(
+                f"{name} has no shape yet: give the model a batch, then make the groups"
+            )
+    return trained
+
+
+def _of_kind(model: nn.Module, kind: type | tuple[type, ...]) -> set[int]:
+    """The parameters of modules of a kind; of parametrized ones those that the weight is made of."""
+    return {id(p) for m in model.modules() if isinstance(m, kind) for p in m.parameters()}
 
 
 def _head(model: nn.Module, name: str | None) -> list[str]:

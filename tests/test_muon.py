@@ -354,6 +354,9 @@ def test_a_zero_gradient_moves_by_momentum_alone(backend: str) -> None:
     [
         ({"spectral": "conv"}, "spectral='conv': must be one of False, True"),
         ({"spectral": 1}, "spectral=1: must be one of"),
+        ({"spectral": 0.0}, "spectral=0.0: must be one of"),
+        ({"spectral": np.False_}, "spectral=.*False.*: must be one of"),
+        ({"spectral": torch.tensor(False)}, "spectral=tensor.*: must be one of"),
         ({"spectral": None}, "spectral=None: must be one of"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms': must be one of 'original'"),
         ({"ns_steps": 0}, "ns_steps=0: must be an integer from 1 to 99"),
@@ -364,6 +367,8 @@ def test_a_zero_gradient_moves_by_momentum_alone(backend: str) -> None:
         ({"ns_coefficients": (1.0, 2.0, float("nan"))}, "must be three numbers"),
         ({"ns_coefficients": (3.0, -4.0, 1.0)}, "b.2 < 4 a c must hold.*no direction points up"),
         ({"ns_coefficients": (-3.0, 0.0, -1.0)}, "a > 0"),
+        ({"ns_coefficients": (3.4445, 4.775, 2.0315)}, "in 5 steps .* grows beyond 2"),
+        ({"ns_coefficients": (1.3, 0.1, 0.1), "ns_steps": 2}, "in 2 steps .* grows beyond 2"),
     ],
 )
 def test_bad_values(values: dict[str, Any], message: str) -> None:
@@ -423,7 +428,7 @@ def test_values_may_change_and_spectral_may_not(backend: str) -> None:
     checked_steps(pair, 2)
     optimizer.param_groups[0]["ns_coefficients"][0] = 1.9
     checked_steps(pair, 3)
-    for group, word in ((0, "has no exp_avg_sq"), (1, "is spectral now")):
+    for group, word in ((0, "has no exp_avg_sq.*spectral back"), (1, "is spectral now.*back")):
         before = optimizer.param_groups[group]["spectral"]
         optimizer.param_groups[group]["spectral"] = not before
         with unchanged(optimizer), pytest.raises(ValueError, match=f"{word}.*optimizer.state.pop"):
@@ -467,6 +472,19 @@ def test_state_of_others_is_refused() -> None:
     assert not optimizer.state
 
 
+def test_state_for_others_is_refused_by_name() -> None:
+    p = with_grad(torch.ones(3, 4))
+    optimizer, other = muon([p]), ngn_kernels.NGNMDv1([p])
+    optimizer.step(loss=1.0)
+    with pytest.raises(ValueError, match="state is from NGNMuon and this is NGNMDv1"):
+        other.load_state_dict(optimizer.state_dict())
+    vector = muon([torch.ones(3)], spectral=False)
+    saved = muon([torch.ones(3, 4)]).state_dict()
+    with pytest.raises(ValueError, match="has 1 dimensions, and with spectral=True it is 2"):
+        vector.load_state_dict(saved)
+    assert vector.param_groups[0]["spectral"] is False
+
+
 # The groups of a model
 
 
@@ -483,8 +501,10 @@ class Model(nn.Module):
         self.head = nn.Linear(8, 11)
 
 
-def named(groups: list[dict[str, Any]]) -> list[tuple[Any, float, list[str]]]:
-    return [(g["spectral"], g["weight_decay"], [name for name, _ in g["params"]]) for g in groups]
+def named(groups: list[dict[str, Any]]) -> list[tuple[Any, float | None, list[str]]]:
+    return [
+        (g["spectral"], g.get("weight_decay"), [name for name, _ in g["params"]]) for g in groups
+    ]
 
 
 def test_muon_groups() -> None:
@@ -499,9 +519,9 @@ def test_muon_groups() -> None:
     ]
     found = muon_groups(model, head="", diagonal=["stem", "experts"], lr=0.5, diagonal_lr=0.1)
     assert named(found) == [
-        (True, 0.0, ["up.weight", "head.weight"]),
-        ("flat", 0.0, ["conv.weight"]),
-        (False, 0.0, ["experts", "embed.weight", "stem.weight"]),
+        (True, None, ["up.weight", "head.weight"]),
+        ("flat", None, ["conv.weight"]),
+        (False, None, ["experts", "embed.weight", "stem.weight"]),
         (False, 0.0, vectors),
     ]
     assert [group["lr"] for group in found] == [0.5, 0.5, 0.1, 0.1]
@@ -510,6 +530,64 @@ def test_muon_groups() -> None:
         muon_groups(model, head="top")
     with pytest.raises(ValueError, match="no parameter that requires"):
         muon_groups(nn.Identity())
+
+
+def test_what_muon_groups_refuses() -> None:
+    model = Model()
+    with pytest.raises(
+        TypeError, match=r"diagonal='up': must be a list of names, such as \['up'\]"
+    ):
+        muon_groups(model, diagonal="up")
+    with pytest.raises(ValueError, match=r"spectral of .* are what muon_groups finds"):
+        muon_groups(model, spectral="stack")
+    with pytest.raises(TypeError, match=r"muon_groups takes the model itself.*not list"):
+        muon_groups(list(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"0.weight has no shape yet: give the model a batch"):
+        muon_groups(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_weight_decay_is_the_optimizers_where_muon_groups_has_none() -> None:
+    optimizer = ngn_kernels.NGNMuon(muon_groups(Model()), weight_decay=0.1)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.1, 0.1, 0.1, 0.0]
+    optimizer = ngn_kernels.NGNMuon(muon_groups(Model(), 0.0), weight_decay=0.1)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0] * 5
+
+
+def test_vectors_in_more_dimensions_are_vectors() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = Parameter(torch.ones(1, 1, 6))
+            self.scale = Parameter(torch.ones(6, 1, 1))
+            self.attention = nn.MultiheadAttention(6, 2, add_bias_kv=True)
+            self.head = nn.Linear(6, 3)
+
+    *others, vectors = named(muon_groups(Layer()))
+    assert others == [
+        (True, None, ["attention.in_proj_weight", "attention.out_proj.weight"]),
+        (False, None, ["head.weight"]),
+    ]
+    assert {"token", "scale", "attention.bias_k", "attention.bias_v"} <= set(vectors[2])
+    assert vectors[:2] == (False, 0.0)
+
+
+def test_what_a_weight_is_made_of_is_of_its_module() -> None:
+    weight_norm = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Embedding(4, 8)),
+        weight_norm(nn.Conv1d(4, 8, 3, bias=False)),
+        nn.Linear(8, 8, bias=False),
+        weight_norm(nn.Linear(8, 2, bias=False)),
+    )
+    weight = "parametrizations.weight.original"
+    assert named(muon_groups(model)) == [
+        (True, None, ["2.weight"]),
+        ("flat", None, [f"1.{weight}1"]),
+        (False, None, [f"0.{weight}", f"3.{weight}1"]),
+        (False, 0.0, [f"1.{weight}0", f"3.{weight}0"]),
+    ]
+    bare = ngn_kernels.groups(model, 0.1, decay_embeddings=False)[1]
+    assert f"0.{weight}" in [name for name, _ in bare["params"]]
 
 
 def test_tied_weights_are_diagonal_and_there_once() -> None:

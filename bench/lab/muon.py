@@ -29,6 +29,7 @@ def groups_of(source: Source, lr: float) -> list[dict[str, Any]]:
         found = ngn_kernels.muon_groups(source)
         for group in found:
             group["params"] = [param for _, param in group["params"]]
+            group.pop("weight_decay", None)  # as with the other optimizers, vectors have one
     else:
         params = list(source)
         matrices = [p for p in params if p.ndim == 2]

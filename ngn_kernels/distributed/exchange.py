@@ -66,6 +66,16 @@ class Agreement:
 
 NOTHING_AGREED = Agreement({})
 
+WITH_GRADIENTS = "the sharded matrices that have gradients"
+ALIKE = (
+    "build the optimizer alike on every rank, or, where each rank owns other parameters "
+    "(ZeroRedundancyOptimizer, pipeline stages), pass replicas=1"
+)
+REMEDIES = {
+    WITH_GRADIENTS: "ranks send each other the parts of these: each must have its own part of a gradient, "
+    "if only zeros, or none of them may have one"
+}
+
 
 class Ranks:
     """The ranks that share one step size: who they are, and who holds what."""
@@ -149,6 +159,7 @@ class Ranks:
         options: dict[str, Any],
         groups: list[GroupValues],
         spectral: list[Spectral | None],
+        split: list[str],
         params: list[Tensor],
         storage: Storage,
         backend: Callable[[str], str],
@@ -163,6 +174,7 @@ class Ranks:
             for i, values in enumerate(groups):
                 items[f"the values of group {i}"] = GroupValues(*map(float, values))
                 items[f"the directions of group {i}"] = spectral[i]
+            items[WITH_GRADIENTS] = split
             # Rounding depends on a parameter's place.
             items["the order of the parameters"] = [
                 f"{str(p.dtype).removeprefix('torch.')}{tuple(p.shape)}" for p in params
@@ -371,20 +383,19 @@ class Exchange:
             values = [items.get(key) for items in agreements]
             other = next((r for r, value in enumerate(values) if value != values[0]), None)
             if other is not None:
-                ours, theirs = values[0], values[other]
+                where, ours, theirs = key, values[0], values[other]
                 if isinstance(ours, list) and isinstance(theirs, list):
                     place = next(
                         (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
                         min(len(ours), len(theirs)),
                     )
-                    key = f"{key} from parameter {place} on"
+                    where += f" from parameter {place} on"
                     ours, theirs = (
                         ", ".join(v[place : place + 1]) or "none" for v in (ours, theirs)
                     )
                 return (
-                    f"the ranks disagree on {key}: rank 0 has {ours}, rank {other} has {theirs}; build "
-                    "the optimizer alike on every rank, or, where each rank owns other parameters "
-                    "(ZeroRedundancyOptimizer, pipeline stages), pass replicas=1"
+                    f"the ranks disagree on {where}: rank 0 has {ours}, rank {other} has {theirs}; "
+                    f"{REMEDIES.get(key, ALIKE)}"
                 )
         raise AssertionError("the ranks' checksums differ, and what they are made of does not")
 

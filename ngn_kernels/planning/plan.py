@@ -304,7 +304,7 @@ class Draft(NamedTuple):
     keys: list[BucketKey]  # one for each participant
     backends: dict[BucketKey, Backend]
     storage: Storage
-    misplaced: bool  # whether a gradient or state is spread over ranks otherwise than its parameter
+    misplaced: bool  # whether tensors will move between ranks: matrices, or those spread as no parameter is
     known: Plan | None = None  # a plan that has grown, whose rows stay
 
 

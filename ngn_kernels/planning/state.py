@@ -127,6 +127,7 @@ def check_rounding(dtypes: set[torch.dtype], rounding: str) -> None:
         )
 
 
+CHANGED_FORM = "set the group's spectral back, or reset the state with optimizer.state.pop(param)"
 RESTORE = "restore the original tensor, or reset the state with optimizer.state.pop(param)"
 
 
@@ -140,10 +141,13 @@ def check_state(
         raise ValueError(f"the step of {owner} is not one number: {fix}")
     if rule.directed and "exp_avg_sq" in state:
         raise ValueError(
-            f"the group of {owner} is spectral now, and its state is of a group that was not: {fix}"
+            f"the group of {owner} is spectral now, and its state is of a group that was not: "
+            f"{CHANGED_FORM}"
         )
     if rule.rms and "exp_avg_sq" not in state and float(step) > 0:
-        raise ValueError(f"the state of {owner} has no exp_avg_sq, as in a spectral group: {fix}")
+        raise ValueError(
+            f"the state of {owner} has no exp_avg_sq: {fix}; if its group was spectral, {CHANGED_FORM}"
+        )
     for key in columns_of(rule):
         if key not in state:
             continue

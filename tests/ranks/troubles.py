@@ -151,6 +151,23 @@ def with_a_loss_in_parts(step: Callable[[Any, Any], Any]) -> Trouble:
     return trouble
 
 
+def with_sharded_matrices(before: int, missing: int) -> Trouble:
+    """After some steps the last rank has no gradient for some of its parts."""
+
+    def trouble(p: Parameter, optimizer: Any) -> None:
+        mesh = mesh_of_all()
+        params = [Parameter(distribute_tensor(torch.eye(n), mesh, [Shard(0)])) for n in (4, 8, 6)]
+        other = NGNMuon([{"params": params[:2]}, {"params": params[2:], "spectral": False}])
+        for k in range(before + 1):
+            lacks = bad_rank() and k == before
+            for i, q in enumerate(params):
+                gradient = distribute_tensor(torch.ones(q.shape), mesh, [Shard(0)])
+                q.grad = None if lacks and i < missing else gradient
+            other.step(loss=1.0)
+
+    return trouble
+
+
 def lonely_group(p: Parameter, optimizer: Any) -> None:
     """A rank that is not in the group says so at once: nobody waits for it there."""
     group = dist.new_group([0])
@@ -264,6 +281,18 @@ TROUBLES: dict[str, tuple[Trouble, str]] = {
     "other coefficients": (
         made(lambda p, bad: NGNMuon([one_matrix()], ns_steps=5 + bad)),
         r"disagree on the directions of group 0: rank 0 has Spectral",
+    ),
+    "a matrix without a gradient": (
+        with_sharded_matrices(before=0, missing=1),
+        r"the sharded matrices that have gradients .*rank 0 has .*\(4, 4\).*rank 1 has .*\(8, 8\).*zeros",
+    ),
+    "a matrix without a gradient later": (
+        with_sharded_matrices(before=2, missing=1),
+        r"the sharded matrices that have gradients .*rank 0 has .*\(4, 4\).*rank 1 has .*\(8, 8\).*zeros",
+    ),
+    "no matrix with a gradient": (
+        with_sharded_matrices(before=0, missing=2),
+        r"the sharded matrices that have gradients .*rank 0 has .*\(4, 4\).*rank 1 has none",
     ),
     "another lr": (
         spoiled(lambda p, o: o.param_groups[0].update(lr=0.7)),
