@@ -269,11 +269,11 @@ def test_numbers_that_no_step_stores_are_not_loaded(
     optimizer = NGNMDv1.simple([("w", p)], backend=backend, state=state)
     advance(optimizer, 0)
     saved = copy.deepcopy(optimizer.state_dict())
-    held = saved["state"][0]
+    values = saved["state"][0]
     if key == "step":
-        held["step"] = torch.tensor(bad)
+        values["step"] = torch.tensor(bad)
     else:
-        numbers = torch.view_as_real(held[key]) if kind.is_complex else held[key]
+        numbers = torch.view_as_real(values[key]) if kind.is_complex else values[key]
         numbers.view(-1)[-1] = bad  # of a complex one the imaginary part
     before = snapshot(optimizer)
     for _ in range(2):
@@ -290,11 +290,11 @@ def test_numbers_that_no_step_stores_are_not_loaded(
 def test_step_counts_that_are_loaded(count: Any, backend: str) -> None:
     optimizer = trained(NGNMDv1, backend, torch.float32)
     saved = copy.deepcopy(optimizer.state_dict())
-    for held in saved["state"].values():
-        held["step"] = count
+    for values in saved["state"].values():
+        values["step"] = count
     optimizer.load_state_dict(saved)
     check_next_step(NGNMDv1, optimizer, seed=9, loss=1.0)
-    assert {float(held["step"]) for held in optimizer.state.values()} == {4.0}
+    assert {float(values["step"]) for values in optimizer.state.values()} == {4.0}
 
 
 @pytest.mark.essential
@@ -356,12 +356,12 @@ def test_keys_of_the_users_own_are_kept(algorithm: Algorithm, state: str, backen
             each.step(loss=1.0)
     for each in (optimizer, other):
         for p in params_of(each):
-            held = each.state[p]
-            assert {key: held[key] for key in ("tags", "rate")} == {
+            values = each.state[p]
+            assert {key: values[key] for key in ("tags", "rate")} == {
                 "tags": own["tags"],
                 "rate": 0.25,
             }
-            assert torch.equal(held["ema"], own["ema"]) and held["ema"].dtype == torch.float16
+            assert torch.equal(values["ema"], own["ema"]) and values["ema"].dtype == torch.float16
         assert set(each.state[frozen]) == set(own)
     for p, q in zip(columns[0], others, strict=True):
         assert torch.equal(p, q)

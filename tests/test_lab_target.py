@@ -115,7 +115,7 @@ def test_nothing_is_compared_with_an_adam_that_is_not_tuned(tmp_path: Path) -> N
 def test_decades_are_those_of_the_same_options(tmp_path: Path) -> None:
     sweeps = kept(tmp_path, RUNS)
     table = target.decades_table(sweeps, target.SWEPT)
-    assert table.rows == [["A task", "97.60; 0", "–", "–", "97.30; ≥ 1", "–", "–"]]
+    assert table.rows == [["A task", "97.60; 0", "–", "–", "–", "97.30; ≥ 1", "–", "–"]]
     unscheduled = target.decades_table(sweeps, target.UNSCHEDULED)
     assert unscheduled.rows == [["A task", "99.00*; ≥ 0", "–", "–"]]
 

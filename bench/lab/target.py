@@ -82,7 +82,7 @@ UNTUNED = (
 )
 """Each optimizer at one setting: that of this page, the defaults of the others, and a larger lr of
 Adam, which in hindsight suits these tasks better than its default."""
-TARGETS = ("", "0.6", "0.8", "0.9")
+TARGETS = ("", "0.2", "0.6", "0.8", "0.9")
 SWEPT = (ADAM, *(Line("ngn-mdv1", target) for target in TARGETS), Line("ngn-m", "0.8"))
 UNSCHEDULED = tuple(
     Line(name, target, "") for name, target in (("adam", ""), ("ngn-mdv1", ""), ("ngn-mdv1", "0.8"))
@@ -205,7 +205,7 @@ def grid_tables(sweep: Kept) -> list[Table]:
     return tables
 
 
-COLOURS = ("#1f4e9c", "#222222", "#e0a100", "#c1272d", "#2a9d57")
+COLOURS = ("#1f4e9c", "#222222", "#8a5fb0", "#e0a100", "#c1272d", "#2a9d57")
 PER_ROW = 4
 
 

@@ -60,10 +60,10 @@ class Owners:
         """The matrices that this rank owns, from everyone's parts; numbers as reals."""
         sent: Parts = {}
         expected: dict[int, list[tuple[int, Piece]]] = {}
-        for i, (owner, held) in enumerate(zip(self._owners, self._pieces, strict=True)):
-            if held[self._me].is_first:
+        for i, (owner, pieces_of) in enumerate(zip(self._owners, self._pieces, strict=True)):
+            if pieces_of[self._me].is_first:
                 sent.setdefault(owner, []).append(parts[i])
-            for rank, piece in held.items() if owner == self._me else ():
+            for rank, piece in pieces_of.items() if owner == self._me else ():
                 if piece.is_first:
                     expected.setdefault(rank, []).append((i, piece))
         like = parts[0]
@@ -82,9 +82,9 @@ class Owners:
         """Write everyone's parts, from the matrices of their owners."""
         sent: Parts = {}
         expected: dict[int, list[Tensor]] = {}
-        for i, (owner, held) in enumerate(zip(self._owners, self._pieces, strict=True)):
+        for i, (owner, pieces_of) in enumerate(zip(self._owners, self._pieces, strict=True)):
             expected.setdefault(owner, []).append(parts[i])
-            for rank, piece in held.items() if owner == self._me else ():
+            for rank, piece in pieces_of.items() if owner == self._me else ():
                 part = wholes[i].new_empty((*piece.shape, *wholes[i].shape[len(self._shapes[i]) :]))
                 for there, here in piece.blocks():
                     part[here] = wholes[i][there]

@@ -328,16 +328,16 @@ def draft_plan(
             check_matrix(param, participant.spectral, label)
             misplaced |= is_split(param)
         check_storage(param, storage_of(rule, storage), label)
-        held = state.get(param, {})
-        check_state(held, param, rule, label)
+        values = state.get(param, {})
+        check_state(values, param, rule, label)
         written.append((local(param), label))
         written += [
-            (local(held[key]), f"the {key} of {label}")
-            for key in keys_of(rule, held)
-            if key in held and is_dense(local(held[key]))
+            (local(values[key]), f"the {key} of {label}")
+            for key in keys_of(rule, values)
+            if key in values and is_dense(local(values[key]))
         ]
         if is_sharded(param):
-            spread = (param.grad, *(held.get(key) for key in (*STATE_KEYS, REMAINDER)))
+            spread = (param.grad, *(values.get(key) for key in (*STATE_KEYS, REMAINDER)))
             misplaced |= any(t is not None and not same_placement(t, param) for t in spread)
     check_overlap(written)
     if known is not None and not apart(known.buckets, written):
@@ -392,10 +392,10 @@ def make_plan(
     rows: dict[BucketKey, list[Row]] = {}
     with torch.inference_mode(False):
         for key, participant in zip(draft.keys, draft.participants, strict=True):
-            held = state[participant.param]
+            values = state[participant.param]
             param, own, index = participant.param, participant.rule, participant.parameter_index
-            init_state(held, param, own, storage_of(own, draft.storage), index)
-            rows.setdefault(key, []).append(Row(participant, held, key))
+            init_state(values, param, own, storage_of(own, draft.storage), index)
+            rows.setdefault(key, []).append(Row(participant, values, key))
         buckets = {key: Bucket(key, rows[key], draft.backends[key]) for key in rows}
         for bucket in draft.known.buckets if draft.known else ():
             buckets[bucket.key] = bucket.with_rows(rows.get(bucket.key, []))

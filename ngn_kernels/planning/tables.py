@@ -45,7 +45,7 @@ NO_AMP = (None, None)
 
 
 class Inputs:
-    """What the host tells a step, on one device: a few scalars, and each group's values."""
+    """What a step reads, on one device: a few scalars, and each group's values."""
 
     def __init__(self, device: torch.device, groups: int, alone: bool) -> None:
         dtype = float_type(device)
@@ -133,7 +133,7 @@ class Skips(NamedTuple):
 
 
 class Report:
-    """What a step tells the host, from one device: counts, rho, and gamma of each group."""
+    """What a step reports, on one device: counts, rho, and gamma of each group."""
 
     def __init__(self, device: torch.device, groups: int) -> None:
         self.device = device
@@ -197,7 +197,7 @@ class Report:
 
 
 class DeviceTables:
-    """What the host and one device tell each other in a step."""
+    """A step's inputs and its report, on one device."""
 
     def __init__(self, device: torch.device, groups: int, alone: bool) -> None:
         self.device = device

@@ -244,7 +244,7 @@ def shard_of(tensor: Any) -> tuple[int, ...]:
     return tuple(c for c, p in zip(coordinate, placements, strict=True) if not p.is_replicate())
 
 
-def held(run: Run) -> dict[str, bytes]:
+def contents(run: Run) -> dict[str, bytes]:
     """The bits of all parameters and state on this rank, under the name of what they are parts of."""
     inner = getattr(run.optimizer, "optim", run.optimizer)
     found = {}
@@ -260,7 +260,7 @@ class Trained(NamedTuple):
     """What a rank knows after each step: the whole model and the telemetry, and what it holds."""
 
     seen: list[dict[str, Tensor]]
-    held: list[dict[str, bytes]]
+    contents: list[dict[str, bytes]]
 
 
 def train(
@@ -276,7 +276,7 @@ def train(
             {} if shrink is None else {"shrink": shrink, "sizes": torch.stack(inner.step_sizes())}
         )
         trained.seen.append({**run.whole(), **told})
-        trained.held.append(held(run))
+        trained.contents.append(contents(run))
     return trained
 
 

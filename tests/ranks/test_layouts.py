@@ -36,17 +36,17 @@ def trained(
     task = {"layout": layout, "backend": "cpu" if size == 2 else "reference", **options}
     answers: list[Trained] = pool.run("ranks.layouts", "train", **task)
     first = answers[0]
-    for rank, (seen, held) in enumerate(answers):
+    for rank, (seen, contents) in enumerate(answers):
         for k, step in enumerate(seen):
             for name, tensor in step.items():
                 assert bits(tensor) == bits(first.seen[k][name]), f"{name} on {rank} after {k}"
-        for k, parts in enumerate(held):
+        for k, parts in enumerate(contents):
             for name, part in parts.items():
                 for other in answers[:rank]:
-                    assert other.held[k].get(name, part) == part, f"{name} on {rank} after {k}"
+                    assert other.contents[k].get(name, part) == part, f"{name} on {rank} after {k}"
     if twice:
         again: list[Trained] = pool.run("ranks.layouts", "train", **task)
-        assert [a.held for a in again] == [a.held for a in answers]
+        assert [a.contents for a in again] == [a.contents for a in answers]
     return first.seen
 
 
