@@ -10,7 +10,7 @@ DOCS := .venv-docs
 RELEASE := .venv-release
 # tests/versions has the oldest and the newest torch; whoever changes it begins with `make clean`.
 CONSTRAINTS ?= constraints.txt
-SOURCES := $(wildcard csrc/*.py csrc/*/*) ngn_kernels/layout.py CMakeLists.txt setup.py pyproject.toml
+SOURCES := $(wildcard csrc/*.py csrc/*.h csrc/*/*) ngn_kernels/layout.py CMakeLists.txt setup.py pyproject.toml
 
 .PHONY: help test test-python test-ranks test-trainers test-triton test-cuda test-ptx test-gpu gpu-report nvcc examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 platforms package wheels sdist workflows actionlint notebook site clean
 

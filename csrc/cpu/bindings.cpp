@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "cpu/engine.h"
 #include "cpu/signature.h"
 #include "cpu/threads.h"
@@ -16,8 +17,11 @@ namespace py = pybind11;
 namespace {
 
 using ngn::Bucket;
+using ngn::check;
 using ngn::DType;
 using ngn::Engine;
+using ngn::known_rounding;
+using ngn::known_type;
 using ngn::Rounding;
 using ngn::Rule;
 
@@ -48,20 +52,6 @@ void use_isa(const std::string& name) {
     }
   }
   throw py::value_error("instruction set '" + name + "' does not run here; isas() lists those that do");
-}
-
-void check(bool ok, const char* message) {
-  if (!ok) throw py::value_error(message);
-}
-
-// Python's number of an enum; every switch relies on it being a named one.
-DType known_type(int type) {
-  check(type >= 0 && type < ngn::DTYPE_COUNT, "no such element type");
-  return static_cast<DType>(type);
-}
-Rounding known_rounding(int rounding) {
-  check(rounding >= 0 && rounding < ngn::ROUNDING_COUNT, "no such rounding");
-  return static_cast<Rounding>(rounding);
 }
 
 // How many numbers a row of a table has.

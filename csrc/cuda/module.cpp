@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "cuda/driver.h"
 #include "cuda/image.h"
 #include "cuda/launch.h"
@@ -16,7 +17,10 @@ namespace py = pybind11;
 
 namespace {
 
+using ngn::check;
 using ngn::DType;
+using ngn::known_rounding;
+using ngn::known_type;
 using ngn::Rounding;
 using ngn::Rule;
 using ngn::Storage;
@@ -55,20 +59,6 @@ class Engine {
   ngn::Driver driver_;
   std::map<int, ngn::Driver::Device> devices_;
 };
-
-void check(bool ok, const char* message) {
-  if (!ok) throw py::value_error(message);
-}
-
-// Python's number of an enum; every branch relies on it being a named one.
-DType known_type(int type) {
-  check(type >= 0 && type < ngn::DTYPE_COUNT, "no such element type");
-  return static_cast<DType>(type);
-}
-Rounding known_rounding(int rounding) {
-  check(rounding >= 0 && rounding < ngn::ROUNDING_COUNT, "no such rounding");
-  return static_cast<Rounding>(rounding);
-}
 
 bool is_any(DType type, std::initializer_list<DType> types) {
   for (const DType other : types) {

@@ -111,5 +111,9 @@ def _say_once(failed: tuple[tuple[str, str], ...], used: str) -> None:
     warn(f"ngn_kernels: {reasons}; using the {used} backend{slower}", RuntimeWarning)
 
 
-def is_real_float(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+def unfit_types(key: BucketKey) -> str | None:
+    """Why the engines of the CPU do not take these parameters and gradients, if they do not."""
+    for what, dtype in (("parameters", key.param), ("gradients", key.grad)):
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"{what} of {dtype}; float64, float32, bfloat16 and float16 are supported"
+    return None

@@ -16,7 +16,7 @@ from ..layout import DType, Rounding
 from ..planning.plan import Memory
 from ..planning.rows import Bucket, BucketKey
 from ..rules import Rule
-from . import Unavailable, is_real_float
+from . import Unavailable, unfit_types
 
 if why_missing() is None:
     from .. import _cpu
@@ -28,10 +28,7 @@ class CpuBackend:
     def unfit(self, key: BucketKey) -> str | None:
         if key.device.type != "cpu":
             return f"they are on {key.device}; it takes tensors on the CPU"
-        for what, dtype in (("parameters", key.param), ("gradients", key.grad)):
-            if not is_real_float(dtype):
-                return f"{what} of {dtype}; float64, float32, bfloat16 and float16 are supported"
-        return None
+        return unfit_types(key)
 
     def prepare(
         self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]

@@ -39,7 +39,7 @@ from ..step_size import (
     telemetry,
     write_telemetry,
 )
-from . import is_real_float
+from . import unfit_types
 
 
 class Coefficients(NamedTuple):
@@ -225,10 +225,7 @@ class ReferenceBackend:
     name = "reference"
 
     def unfit(self, key: BucketKey) -> str | None:
-        for what, dtype in (("parameters", key.param), ("gradients", key.grad)):
-            if not is_real_float(dtype):
-                return f"{what} of {dtype}; float64, float32, bfloat16 and float16 are supported"
-        return None
+        return unfit_types(key)
 
     def prepare(
         self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
