@@ -396,10 +396,12 @@ class NGNOptimizer(Optimizer):
         weight = read_weight(weight)
         self._pending.set(loss, weight, self.param_groups)
 
+    @torch._disable_dynamo
     def drop_loss(self) -> None:
         """Drop the loss that ``add_loss`` or ``set_loss`` gave for the next ``step()``."""
         self._pending.clear()
 
+    @torch._disable_dynamo
     def loss_is_pending(self) -> bool:
         """Whether ``add_loss`` or ``set_loss`` gave a loss whose gradients are not thrown away.
 
@@ -408,6 +410,7 @@ class NGNOptimizer(Optimizer):
         self._pending.drop_stale(self.param_groups)
         return bool(self._pending)
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with those that no step has used the loss given for them."""
         self._pending.before_zero_grad(self.param_groups)
