@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 
 def groups(
@@ -17,8 +19,9 @@ def groups(
 ) -> list[dict[str, Any]]:
     """A model's parameters in a group with weight decay and one without, for any optimizer.
 
-    Vectors and scalars (biases, the weights of norms) have no decay, matrices and what has more
-    dimensions have it. Frozen parameters are left out, and a tied weight is there once.
+    Norms, vectors and scalars have no decay; matrices and what has more dimensions have it. A parameter
+    of several dimensions of which only one is larger than 1, such as a class token, is a vector. Frozen
+    parameters are left out, and a tied weight is there once.
 
     Args:
         model: the module to train.
@@ -27,12 +30,17 @@ def groups(
             a head that is tied to one.
         values: further values of both groups, such as ``lr``.
     """
+    if "params" in values:
+        raise ValueError(
+            "params of the groups are what groups finds: freeze parameters to leave them out, or "
+            "change the groups that it returns"
+        )
     trained = _trained(model, "groups")
-    embeddings = set() if decay_embeddings else _of_kind(model, EMBEDDINGS)
+    undecayed = _of_kind(model, NORMS if decay_embeddings else NORMS + EMBEDDINGS)
     decayed: list[tuple[str, Tensor]] = []
     others: list[tuple[str, Tensor]] = []
     for name, param in trained:
-        bare = param.ndim < 2 or id(param) in embeddings
+        bare = sum(size > 1 for size in param.shape) < 2 or id(param) in undecayed
         (others if bare else decayed).append((name, param))
     return _not_empty(
         [

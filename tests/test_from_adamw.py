@@ -514,6 +514,8 @@ def test_other_optimizers_are_refused() -> None:
 def test_groups_of_what_is_no_model_are_refused() -> None:
     with pytest.raises(TypeError, match=r"the model itself, a torch\.nn\.Module, not generator"):
         groups(nn.Linear(2, 2).parameters(), weight_decay=0.1)
+    with pytest.raises(ValueError, match="params of the groups are what groups finds"):
+        groups(nn.Linear(2, 2), 0.1, params=[Parameter(torch.ones(2))])
 
 
 @pytest.mark.parametrize("saving", CLASSES)
@@ -561,6 +563,19 @@ def test_groups() -> None:
     assert decayed["lr"] == others["lr"] == 0.5
     decayed, others = groups(Tied(), weight_decay=0.1, decay_embeddings=False)
     assert names(decayed) == ["hidden.weight"] and names(others)[0] == "embed.weight"
+
+
+def test_norms_and_vectors_of_several_dimensions_have_no_decay() -> None:
+    model = nn.Module()
+    model.layer = nn.LayerNorm((4, 4))
+    model.rms = nn.RMSNorm((4, 4))
+    model.batch = nn.BatchNorm2d(4)
+    model.instance = nn.InstanceNorm1d(4, affine=True)
+    model.token = Parameter(torch.ones(1, 1, 8))
+    model.scaled = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False))
+    decayed, others = groups(model, weight_decay=0.1)
+    assert names(decayed) == ["scaled.parametrizations.weight.original1"]
+    assert len(names(others)) == 9
 
 
 def test_groups_without_one_kind() -> None:
