@@ -68,8 +68,8 @@ WARNINGS = {
     "pass a loss_floor that the loss never falls below",
     Reason.GRADIENT_NOT_FINITE: "a gradient, or the sum of squared gradients, is not finite; "
     "the step was skipped",
-    Reason.ELEMENTS_KEPT: "some elements would have become non-finite (a non-finite gradient, "
-    "or an overflow of the storage type) and kept their old values",
+    Reason.ELEMENTS_KEPT: "some elements would have become non-finite and kept their old values: "
+    "they, their state or their gradient is not finite, or they overflow their type",
 }
 
 OR_A_RANK = "(or, on GPUs, a rank raised an error or the ranks disagree on what they do)"
@@ -461,7 +461,7 @@ class NGNOptimizer(Optimizer):
             self._knows_grad_norm |= plan.computes_norm
             skips = plan.home.report.poll_skips()
             if skips is not None:
-                self._tell_of_skips(skips, exchange)
+                self._report_skips(skips, exchange)
             return given
 
     def _exchange(self) -> Exchange | Alone:
@@ -581,7 +581,7 @@ class NGNOptimizer(Optimizer):
                 f"loss >= loss_floor, pass {type(self).__name__}(..., loss_floor=...) that holds"
             )
 
-    def _tell_of_skips(self, skips: Skips, exchange: Exchange | Alone) -> None:
+    def _report_skips(self, skips: Skips, exchange: Exchange | Alone) -> None:
         """Warn or raise; with other ranks all raise together, at the beginning of the next step."""
         limit = self._max_skipped_steps
         too_many = limit is not None and skips.in_a_row >= limit
@@ -622,11 +622,13 @@ class NGNOptimizer(Optimizer):
         message = WARNINGS[reason]
         if reason is Reason.LOSS_NOT_FINITE and exchange is not ALONE:
             message += f" {OR_A_RANK}"
-        if reason is Reason.GRADIENT_NOT_FINITE:
-            for group, place, param in self._all_params():
-                grad = None if param.grad is None else local(param.grad)
-                if grad is not None and grad.is_cpu and not grad.isfinite().all():
-                    return f"{message} (the gradient of {self._label(group, place)} is not)"
+        if reason in (Reason.GRADIENT_NOT_FINITE, Reason.ELEMENTS_KEPT):
+            named = [(param, self._label(*place)) for *place, param in self._all_params()]
+            grads = [(p.grad, f"the gradient of {name}") for p, name in named if p.grad is not None]
+            for tensor, name in (*named, *grads):
+                own = local(tensor)
+                if own.is_cpu and not own.isfinite().all():
+                    return f"{message} ({name} is not finite)"
         return message
 
     def _draft(self, known: Plan | None = None) -> Draft:

@@ -659,7 +659,42 @@ def _nothing() -> Any:
     return contextlib.nullcontext()
 
 
-def test_only_ranks_hear_of_ranks() -> None:
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda p: p.grad[0].fill_(BAD), "the gradient of parameter 'b' 1 of group 0"),
+        (lambda p: p.data[0].fill_(BAD), r"\(parameter 'b' 1 of group 0"),
+    ],
+    ids=["gradient", "parameter"],
+)
+def test_elements_that_were_kept_are_named(spoil: Any, what: str, backend: str) -> None:
+    params = [Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = NGNMDv2([*zip("ab", params, strict=True)], on_skip="raise", backend=backend)
+    for p in params:
+        p.grad = torch.ones(3)
+    spoil(params[1])
+    with pytest.raises(
+        SkippedStepError, match=rf"kept their old values: they.*{what}.* is not finite"
+    ):
+        optimizer.step(loss=1.0)
+
+
+def test_a_run_under_amp_with_a_bad_weight_is_stopped() -> None:
+    """Every step overflows until the scale is 0, and nothing else would stop it."""
+    (p,) = params = [Parameter(torch.full((3,), BAD))]
+    optimizer = NGNMDv1(params, on_skip="ignore", max_skipped_steps=100)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-100)
+    with pytest.raises(SkippedStepError, match="100 steps in a row"):
+        for _ in range(101):
+            optimizer.zero_grad()
+            loss = (p**2).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer, loss=1.0)
+            scaler.update()
+    assert scaler.get_scale() == 0 and int(optimizer.skipped_steps) == 100
+
+
+def test_ranks_are_mentioned_only_among_ranks() -> None:
     optimizer = NGNMDv1([Parameter(torch.ones(3))])
     params_of(optimizer)[0].grad = torch.ones(3)
     with pytest.warns(SkippedStepWarning) as said:
