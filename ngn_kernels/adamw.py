@@ -21,7 +21,9 @@ VALUES = ("lr", "betas", "eps", "weight_decay")
 # The lr, and what schedulers keep beside it in a group.
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr")
 STATE = {"step", "exp_avg", "exp_avg_sq"}
-# What torch's AdamW expects in each group besides.
+# Parts of parameters' names that DDP and torch.compile add.
+WRAPPERS = {"module", "_orig_mod"}
+# What else torch's AdamW expects in each group.
 OWN_OPTIONS: dict[str, Any] = {
     "amsgrad": False,
     "maximize": False,
@@ -91,11 +93,7 @@ def state_from_adamw(
     Args:
         exact: whether bfloat16 parameters keep their remainders, which AdamW has not.
     """
-    if not is_adamw_state(state_dict):
-        raise ValueError(
-            "this is no state_dict of an AdamW: its groups have no amsgrad (a flattened one must be "
-            "loaded into an AdamW first, for NGNMDv1.from_adamw)"
-        )
+    _check_state_dict(state_dict)
     if len(state_dict["param_groups"]) != len(current):
         raise ValueError(
             f"AdamW's state has {len(state_dict['param_groups'])} parameter groups and the optimizer "
@@ -105,7 +103,7 @@ def state_from_adamw(
     for saved, ours in zip(state_dict["param_groups"], current, strict=True):
         _check_group(saved, True)
         names, own_names = saved.get("param_names"), ours.get("param_names")
-        if names is not None and own_names is not None and names != own_names:
+        if names and own_names and list(map(_bare, names)) != list(map(_bare, own_names)):
             raise ValueError(
                 f"AdamW's group has the parameters {names} and the optimizer's {own_names}: build the "
                 "optimizer with the same parameters in the same order"
@@ -116,7 +114,7 @@ def state_from_adamw(
         for index, param in zip(saved["params"], ours["params"], strict=False):
             values = state_dict["state"].get(index)
             if values and float(values["step"]) > 0:
-                state[index] = _converted(values, saved, ours)
+                state[index] = _converted(index, values, saved, ours)
                 if exact and param.dtype == torch.bfloat16:
                     state[index][REMAINDER] = torch.zeros_like(values["exp_avg"], dtype=torch.int16)
     return {"state": state, "param_groups": groups}
@@ -149,11 +147,15 @@ def _bias(group: Mapping[str, Any], moment: int, step: float) -> float:
 
 
 def _converted(
-    values: Mapping[str, Any], group: Mapping[str, Any], ours: Mapping[str, Any]
+    index: int, values: Mapping[str, Any], group: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> dict[str, Any]:
     """AdamW's state of a parameter as that of an optimizer here, whose betas may be others."""
     if set(values) != STATE:
-        raise ValueError(f"AdamW's state has {sorted(values)} where it keeps {sorted(STATE)}")
+        raise ValueError(
+            f"AdamW's state of parameter {index} has {sorted(values)} where AdamW keeps "
+            f"{sorted(STATE)}: delete from state_dict['state'][{index}] what is too much, or all of "
+            "it to begin this parameter anew"
+        )
     v, average = (_wide(values[key]) for key in ("exp_avg_sq", "exp_avg"))
     step = float(values["step"])
     d = preconditioner(v, step, group)
@@ -178,6 +180,30 @@ def _for_adamw(values: Mapping[str, Any], group: Mapping[str, Any], lr: float) -
     # Its step lies on the host; loading moves it where a switch says so.
     count = torch.tensor(step, dtype=torch.float32, device="cpu")
     return {"step": count, "exp_avg": average, "exp_avg_sq": v.clone()}
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without what DDP and torch.compile add to it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _check_state_dict(state_dict: Any) -> None:
+    """Raise unless this looks like what AdamW saves."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            "load_adamw_state_dict takes what adamw.state_dict() returned, not "
+            f"{type(state_dict).__name__}: an AdamW itself is for NGNMDv1.from_adamw(adamw)"
+        )
+    if is_adamw_state(state_dict):
+        return
+    inside = [k for k, v in state_dict.items() if isinstance(v, Mapping) and is_adamw_state(v)]
+    if inside:
+        fix = f"pass state_dict[{inside[0]!r}], which is AdamW's"
+    elif "param_groups" in state_dict:
+        fix = "it is from another optimizer, so begin without it"
+    else:
+        fix = "load a flattened one into an AdamW, for NGNMDv1.from_adamw"
+    raise ValueError(f"this is no state_dict of an AdamW: {fix}")
 
 
 def _check_group(group: Mapping[str, Any], decoupled: bool) -> None:

@@ -131,7 +131,12 @@ def check_loadable(
             f"{len(current)}: build the optimizer with the same groups first"
         )
     for i, (theirs, ours) in enumerate(zip(loaded, current, strict=True)):
-        source = theirs.get("algorithm", "another optimizer")
+        source = theirs.get("algorithm")
+        if source is None:
+            raise ValueError(
+                f"the loaded state is from no optimizer of ngn_kernels, and {algorithm} keeps another "
+                "one: begin it without this state"
+            )
         foreign = "spectral" in theirs and "spectral" not in defaults
         if RULES.get(source) != RULES[algorithm] or foreign:
             raise ValueError(

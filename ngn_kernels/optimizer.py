@@ -274,6 +274,14 @@ class NGNOptimizer(Optimizer):
 
     # Groups
 
+    @classmethod
+    def from_adamw(cls, adamw: Optimizer, **options: Any) -> NGNOptimizer:
+        """Only of the algorithms that keep AdamW's second moment and a momentum."""
+        raise NotImplementedError(
+            f"{cls.__name__} keeps another state than AdamW: write NGNMDv1.from_adamw(adamw), or "
+            f"begin anew with {cls.__name__}(model.parameters(), lr=...)"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict):
             param_group = dict(param_group)

@@ -25,6 +25,7 @@ from ngn_kernels import (
     NGNMDv1,
     NGNMDv1W,
     NGNMDv2,
+    NGNMuon,
     NGNOptimizer,
     SkippedStepError,
     SkippedStepWarning,
@@ -157,8 +158,18 @@ def test_a_state_dict_is_taken_over_by_name(backend: str) -> None:
         optimizer.load_adamw_state_dict(AdamW(new_params()).state_dict())
     with pytest.raises(ValueError, match="no state_dict of an AdamW"):
         optimizer.load_adamw_state_dict(optimizer.state_dict())
-    with pytest.raises(ValueError, match="no state_dict of an AdamW"):
+    with pytest.raises(ValueError, match="no state_dict of an AdamW: load a flattened one into"):
         optimizer.load_adamw_state_dict({"flattened": 1})
+    with pytest.raises(ValueError, match=r"pass state_dict\['optimizer'\], which is AdamW's"):
+        optimizer.load_adamw_state_dict({"model": {}, "optimizer": saved})
+    wrong: Any = adamw
+    with pytest.raises(TypeError, match=r"not AdamW: .* is for NGNMDv1\.from_adamw\(adamw\)"):
+        optimizer.load_adamw_state_dict(wrong)
+    saved["state"][1]["max_exp_avg_sq"] = torch.ones(5)
+    with pytest.raises(
+        ValueError, match=r"parameter 1 has .*delete from state_dict\['state'\]\[1\]"
+    ):
+        optimizer.load_adamw_state_dict(saved)
 
 
 @pytest.mark.parametrize("other", [torch.optim.RAdam, torch.optim.NAdam])
@@ -166,8 +177,27 @@ def test_relatives_of_adam_are_refused(other: Any) -> None:
     optimizer = other(new_params())
     random_gradients(params_of(optimizer), seed=0)
     optimizer.step()
-    with pytest.raises(ValueError, match="no state_dict of an AdamW"):
+    with pytest.raises(ValueError, match="no state_dict of an AdamW: it is from another optimizer"):
         NGNMDv1(new_params()).load_adamw_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"from no optimizer of ngn_kernels.*begin it without"):
+        NGNMDv1(new_params()).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.filterwarnings("error")
+def test_decay_that_would_act_otherwise_is_warned_of() -> None:
+    saved = trained_adamw().state_dict()
+
+    def loaded(cls: Any, weight_decay: float, **options: Any) -> None:
+        params = new_params()
+        of_groups = [{"params": params[:2]}, {"params": params[2:]}]
+        optimizer = cls(of_groups, weight_decay=weight_decay, **options)
+        optimizer.load_adamw_state_dict(saved)
+
+    with pytest.warns(UserWarning, match='write optimizer.decay_form = "adamw"'):
+        loaded(NGNMDv1, 0.1)
+    loaded(NGNMDv1, 0.0)
+    loaded(NGNMDv1, 0.1, decay_form="adamw")
+    loaded(NGNMDv1W, 0.1)
 
 
 def test_a_key_of_the_users_own_makes_no_adamw() -> None:
@@ -370,6 +400,34 @@ def test_step_counts_do_not_follow_defaults() -> None:
     assert step.dtype == torch.float32 and step == 30
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_names_of_a_wrapped_model_are_those_of_the_model(prefix: str) -> None:
+    """Those that torch.compile and DDP give; torch's AdamW compares no names at all."""
+    params = new_params()
+    adamw = AdamW([(f"{prefix}layer.{k}", p) for k, p in enumerate(params)])
+    random_gradients(params, seed=0)
+    adamw.step()
+    optimizer = NGNMDv1([(f"layer.{k}", p) for k, p in enumerate(params)])
+    optimizer.load_adamw_state_dict(adamw.state_dict())
+    assert int(optimizer.state[params[0]]["step"]) == 1
+
+
+def test_an_eps_of_0_where_every_gradient_was_0() -> None:
+    (param,) = params = [Parameter(torch.ones(2, dtype=torch.float64))]
+    adamw = AdamW(params, eps=0.0, weight_decay=0.0)
+    param.grad = torch.tensor([0.0, 1e-3], dtype=torch.float64)
+    adamw.state[param].update(
+        step=torch.tensor(1.0),
+        exp_avg=0.1 * param.grad,
+        exp_avg_sq=0.001 * param.grad**2,
+    )
+    optimizer = NGNMDv1.from_adamw(adamw, eps=1e-8)
+    m = optimizer.state[param]["momentum_buffer"]
+    assert torch.allclose(m, torch.tensor([0.0, 1e-3], dtype=torch.float64), rtol=1e-6)
+    optimizer.step(loss=1.0)
+    assert param[0] == 1.0 and param.isfinite().all()
+
+
 def test_other_names_are_refused() -> None:
     one, two = Parameter(torch.ones(3)), Parameter(torch.ones(3))
     adamw = AdamW([("one", one), ("two", two)])
@@ -509,6 +567,9 @@ def test_other_optimizers_are_refused() -> None:
     wrapper: Any = SimpleNamespace(optim=trained_adamw())
     with pytest.raises(TypeError, match=r"not SimpleNamespace; pass its \.optim$"):
         NGNMDv1.from_adamw(wrapper)
+    for cls in (NGN, NGNM, NGND, NGNMuon):
+        with pytest.raises(NotImplementedError, match=f"{cls.__name__} keeps another state"):
+            cls.from_adamw(trained_adamw())
 
 
 def test_groups_of_what_is_no_model_are_refused() -> None:
