@@ -159,10 +159,12 @@ def _converted(
     v, average = (_wide(values[key]) for key in ("exp_avg_sq", "exp_avg"))
     step = float(values["step"])
     d = preconditioner(v, step, group)
+    # With eps=0 D is 0 where every gradient was 0, and AdamW's next step 0/0.
+    per_d = torch.where(d > 0, float(group["lr"]) / _bias(group, 0, step) / d, 0.0)
     return {
         "step": torch.as_tensor(values["step"], dtype=torch.float32).clone(),
         "exp_avg_sq": v * (_bias(ours, 1, step) / _bias(group, 1, step)),
-        "momentum_buffer": _scaled(average, float(group["lr"]) / _bias(group, 0, step) / d),
+        "momentum_buffer": _scaled(average, per_d),
     }
 
 
