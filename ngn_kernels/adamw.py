@@ -41,11 +41,12 @@ def is_adamw_state(state_dict: Mapping[str, Any]) -> bool:
     return any("amsgrad" in group and "algorithm" not in group for group in groups)
 
 
-def groups_from_adamw(adamw: Optimizer, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def groups_from_adamw(adamw: Optimizer, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Its groups as an optimizer here takes them: parameters, values, and the user's own keys.
 
     Args:
-        values: in the place of those of all groups, such as lr.
+        given: values that replace AdamW's. An lr is that of the group with the largest one, and the
+            others keep their ratios to it; a group without weight decay stays without, if any has some.
     """
     if not isinstance(adamw, (Adam, AdamW)):
         inner = [f"; pass its .{name}" for name in ("optimizer", "optim") if hasattr(adamw, name)]
@@ -53,35 +54,44 @@ def groups_from_adamw(adamw: Optimizer, values: Mapping[str, Any]) -> list[dict[
             "from_adamw takes a torch.optim.AdamW or Adam, not "
             f"{type(adamw).__name__}{''.join(inner[:1])}"
         )
-    groups = []
     for group in adamw.param_groups:
         _check_group(group, isinstance(adamw, AdamW))
-        params = group["params"]
-        names = group.get("param_names")
-        kept = {
-            k: v
-            for k, v in group.items()
-            if k not in OWN_OPTIONS and k not in ("params", "param_names")
-        }
-        named = params if names is None else list(zip(names, params, strict=True))
-        kept["betas"] = tuple(float(beta) for beta in kept["betas"])  # which may be tensors
-        lrs = scheduled_lrs(group, values["lr"]) if "lr" in values else {}
-        groups.append({**kept, **values, **lrs, "params": named})
+    groups = [group_from_adamw(group) for group in adamw.param_groups]
+    lrs = scheduled_lrs(groups, given["lr"]) if "lr" in given else [{} for _ in groups]
+    decays = any(group["weight_decay"] for group in groups)
+    for group, own_lrs in zip(groups, lrs, strict=True):
+        own_decay = {"weight_decay": 0.0} if decays and not group["weight_decay"] else {}
+        group |= {**given, **own_lrs, **own_decay}
     return groups
 
 
-def scheduled_lrs(group: Mapping[str, Any], lr: float | Tensor) -> dict[str, Any]:
-    """The lr of a group, and what schedulers keep beside it, so that a schedule goes on with this base lr.
+def group_from_adamw(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group, or AdamW's defaults. An lr that is a tensor is copied, and betas become numbers."""
+    kept = {k: v for k, v in group.items() if k not in OWN_OPTIONS and k != "param_names"}
+    kept |= {k: kept[k].clone() for k in SCHEDULED if isinstance(kept.get(k), Tensor)}
+    kept["betas"] = tuple(float(beta) for beta in kept["betas"])
+    if "param_names" in group:
+        kept["params"] = list(zip(group["param_names"], group["params"], strict=True))
+    return kept
 
-    Many schedulers derive the next lr from the one before. At the end of a schedule, at 0, nothing goes
-    on, and the lr is as it is given.
+
+def scheduled_lrs(groups: list[dict[str, Any]], lr: float | Tensor) -> list[dict[str, Any]]:
+    """The lr of each group, and what schedulers keep beside it, where `lr` is the largest base lr.
+
+    The ratios of all of these stay, as many schedulers derive the next lr from the one before. At the
+    end of a schedule, at 0, nothing goes on, and a group begins with its base lr.
     """
-    base = float(group.get("max_lr", group.get("initial_lr", 0.0)))
-    left = float(group["lr"]) / base if base > 0 else 0.0
-    found = {"lr": lr * left if left > 0 else lr}
-    for name in SCHEDULED[1:]:
-        if name in group:
-            found[name] = float(lr) * (float(group[name]) / base) if base > 0 else float(lr)
+    bases = [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
+    largest = max(bases)
+    found = []
+    for group, base in zip(groups, bases, strict=True):
+        now = float(group["lr"])
+        ratio = (now if now > 0 else base) / largest if largest > 0 else 1.0
+        lrs = {"lr": lr if ratio == 1.0 else lr * ratio}
+        for name in SCHEDULED[1:]:
+            if name in group:
+                lrs[name] = float(lr) * (float(group[name]) / largest if largest > 0 else 1.0)
+        found.append(lrs)
     return found
 
 
@@ -121,18 +131,22 @@ def state_from_adamw(
 
 
 def state_for_adamw(
-    saved: Mapping[str, Any], lr: float | None, switches: Mapping[str, Any]
+    saved: Mapping[str, Any], lr: float | Tensor | None, switches: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A checkpoint of an optimizer here as an AdamW with this base lr and switches loads it."""
+    """A checkpoint of an optimizer here as an AdamW with this largest base lr and switches loads it."""
     groups, state = [], {}
-    for group in saved["param_groups"]:
+    lrs = (
+        [{"lr": float(group["lr"])} for group in saved["param_groups"]]
+        if lr is None
+        else scheduled_lrs(saved["param_groups"], lr)
+    )
+    for group, own_lrs in zip(saved["param_groups"], lrs, strict=True):
         kept = {k: v for k, v in group.items() if k not in ("algorithm", "step_cap", "ngn")}
-        scheduled = {"lr": float(group["lr"])} if lr is None else scheduled_lrs(group, lr)
-        groups.append({**kept, **scheduled, **OWN_OPTIONS, **switches})
+        groups.append({**kept, **own_lrs, **OWN_OPTIONS, **switches})
         for index in group["params"]:
             values = saved["state"].get(index)
             if values and float(values["step"]) > 0:
-                state[index] = _for_adamw(values, group, scheduled["lr"])
+                state[index] = _for_adamw(values, group, float(own_lrs["lr"]))
     return {"state": state, "param_groups": groups}
 
 

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .adamw import VALUES, groups_from_adamw, state_for_adamw, state_from_adamw
+from .adamw import (
+    VALUES,
+    group_from_adamw,
+    groups_from_adamw,
+    state_for_adamw,
+    state_from_adamw,
+)
+from .messages import warn
 from .optimizer import NGNOptimizer
 from .options import require
 from .rules import RULES
@@ -244,17 +251,18 @@ class _MomentumAndRms(NGNOptimizer):
 
         Args:
             adamw: the optimizer so far.
-            options: of this optimizer, such as ``loss_target``. An ``lr``, ``betas``, ``eps`` or
-                ``weight_decay`` among them is for all groups, in the place of AdamW's. Where AdamW
-                has a schedule, ``lr`` is the base lr, of which the group gets the part that the
-                schedule has left; a scheduler that is made anew, with its ``last_epoch``, goes on.
+            options: of this optimizer, such as ``loss_target``. ``lr``, ``betas``, ``eps`` and
+                ``weight_decay`` among them replace AdamW's. ``lr`` is that of the group with the
+                largest one; others keep their ratio to it. Where AdamW has a schedule, it is the base
+                lr, of which a group gets the part that the schedule has left (docs/from-adamw.md).
+                ``weight_decay`` is for the groups that have some; if none has, for all.
         """
         if not RULES[cls.algorithm].regularised:
             options.setdefault("decay_form", "adamw")
         values = {name: options[name] for name in VALUES if name in options}
         groups = groups_from_adamw(adamw, values)
-        defaults = {name: adamw.defaults[name] for name in VALUES}
-        defaults["betas"] = tuple(float(beta) for beta in defaults["betas"])
+        known = group_from_adamw(adamw.defaults)
+        defaults = {name: known[name] for name in VALUES}
         optimizer = cls(groups, **{**defaults, **options})
         if adamw.state:
             optimizer.load_adamw_state_dict(adamw.state_dict())
@@ -265,7 +273,7 @@ class _MomentumAndRms(NGNOptimizer):
 
         The second moment and the step count are the same here. The momentum becomes AdamW's last
         displacement, lr exp_avg / ((1 - beta1^t) D). This optimizer keeps the values of its groups,
-        such as lr and weight decay.
+        such as lr and weight decay, and its ``decay_form``, and warns if that is another decay.
         """
         inner = self._inner()
         exact = inner._storage.rounding == "exact"
@@ -273,10 +281,18 @@ class _MomentumAndRms(NGNOptimizer):
         inner.load_state_dict(state_from_adamw(state_dict, kept, exact))
         for group, values in zip(inner.param_groups, kept, strict=True):
             group.update(values)
+        in_momentum = not (inner.rule.adamw_decay or inner.rule.regularised)
+        if in_momentum and any(group["weight_decay"] for group in kept):
+            warn(
+                f"AdamW decays outside of the momentum, and this {type(self).__name__} goes on with "
+                'decay_form="paper", in which weight_decay acts 1 / (1 - beta1) times as much: write '
+                'optimizer.decay_form = "adamw" to keep the former',
+                UserWarning,
+            )
 
     def adamw_state_dict(
         self,
-        lr: float | None = None,
+        lr: float | Tensor | None = None,
         *,
         fused: bool | None = None,
         foreach: bool | None = None,
@@ -289,14 +305,16 @@ class _MomentumAndRms(NGNOptimizer):
         it has forgotten it.
 
         Args:
-            lr: AdamW's base lr, in all groups, of which each gets the part that a schedule has left;
-                by default that of each group, which AdamW then has to use.
+            lr: AdamW's base lr of the group with the largest one, to which others keep their ratio; each
+                gets the part that a schedule has left. By default that of each group, which AdamW then
+                has to use.
             fused: AdamW's, which it takes from the state_dict that it loads.
             foreach: the same.
             capturable: the same.
         """
         if lr is not None:
-            require("lr", lr, "in [0, inf)", lambda v: 0 <= v < math.inf)
+            number = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
+            require("lr", number, "in [0, inf)", lambda v: 0 <= v < math.inf)
         switches = {"fused": fused, "foreach": foreach, "capturable": capturable}
         return state_for_adamw(self.state_dict(), lr, switches)
 

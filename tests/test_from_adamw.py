@@ -144,7 +144,7 @@ def test_a_state_dict_is_taken_over_by_name(backend: str) -> None:
     saved = adamw.state_dict()
     params = params_of(adamw)
     groups = [{"params": params[:2], "lr": 0.5}, {"params": params[2:], "weight_decay": 0.2}]
-    optimizer = NGNMDv1(groups, backend=backend, lr=1.0, step_cap=2.0)
+    optimizer = NGNMDv1(groups, backend=backend, lr=1.0, step_cap=2.0, decay_form="adamw")
     with pytest.raises(ValueError, match=r"AdamW's: write optimizer.load_adamw_state_dict"):
         optimizer.load_state_dict(saved)
     assert not optimizer.state
@@ -319,9 +319,9 @@ def test_after_the_end_of_a_schedule_a_new_one_begins() -> None:
         adamw.step()
         schedule.step()
     optimizer = NGNMDv1.from_adamw(adamw, lr=1.0)
-    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 1.0]
+    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 0.3]
     torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 1.0]
+    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 0.3]
 
 
 def test_one_cycle_goes_on() -> None:
@@ -364,7 +364,9 @@ def test_values_of_the_groups_stay_what_they_are(backend: str) -> None:
     adamw.param_groups[0]["lock"] = lock
     optimizer = NGNMDv1.from_adamw(adamw, lr=lr, backend=backend)
     assert optimizer.param_groups[0]["lr"] is lr and optimizer.param_groups[0]["lock"] is lock
-    lr.fill_(0.0)
+    assert optimizer.param_groups[1]["lr"].item() == pytest.approx(0.15)
+    for group in optimizer.param_groups:
+        group["lr"].fill_(0.0)
     before = [p.detach().clone() for p in params_of(optimizer)]
     for group in optimizer.param_groups:
         group["betas"] = (0.0, 0.999)
@@ -453,11 +455,11 @@ def test_a_new_lr_is_that_of_new_schedules_too() -> None:
     torch.optim.lr_scheduler.LambdaLR(adamw, lambda k: 0.5)
     optimizer = NGNMDv1.from_adamw(adamw, lr=1.0)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5, last_epoch=0)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.15]
 
 
 def test_values_of_the_groups_may_be_given() -> None:
-    values = {"lr": 0.7, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.0}
+    values = {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.0}
     optimizer = NGNMDv1.from_adamw(trained_adamw(weight_decay=0.4), **values)
     for group in optimizer.param_groups:
         assert {name: group[name] for name in values} == values
@@ -527,10 +529,47 @@ def test_algorithms_with_another_state_say_so(cls: Any) -> None:
         optimizer.load_state_dict(AdamW(new_params()).state_dict())
 
 
-def test_one_lr_for_all_groups() -> None:
-    optimizer = NGNMDv1.from_adamw(trained_adamw(), lr=1.0, loss_target=0.8)
-    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 1.0]
+def test_layer_wise_lrs_keep_their_ratios() -> None:
+    """A new lr is that of the group with the largest one; a group that is frozen by lr 0 stays so."""
+    adamw = trained_adamw()
+    adamw.add_param_group({"params": [("four", Parameter(torch.ones(2)))], "lr": 0.0})
+    optimizer = NGNMDv1.from_adamw(adamw, lr=1.0, loss_target=0.8)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([1.0, 0.3, 0.0])
     assert optimizer.loss_target == 0.8
+    back = optimizer.adamw_state_dict(lr=1e-2)["param_groups"]
+    assert [g["lr"] for g in back] == pytest.approx([1e-2, 3e-3, 0.0])
+    for group in adamw.param_groups:
+        group["lr"] = 0.0
+    optimizer = NGNMDv1.from_adamw(adamw, lr=1.0)
+    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 1.0, 1.0], "no ratio is known"
+
+
+def test_groups_without_weight_decay_stay_without() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    decays = [
+        [g["weight_decay"] for g in NGNMDv1.from_adamw(adamw, weight_decay=0.05).param_groups]
+        for adamw in (AdamW(groups(model, 0.1)), AdamW(groups(model, 0.0)))
+    ]
+    assert decays == [[0.05, 0.0], [0.05, 0.05]]
+
+
+def test_a_tensor_lr_belongs_to_one_optimizer() -> None:
+    (param,) = params = [Parameter(torch.ones(3))]
+    adamw = AdamW(params, lr=torch.tensor(1e-2), foreach=False)
+    param.grad = torch.ones(3)
+    adamw.step()
+    optimizer = NGNMDv1.from_adamw(adamw)
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+    for group in optimizer.param_groups:
+        group["lr"].fill_(1.0)
+    assert adamw.param_groups[0]["lr"].item() == adamw.defaults["lr"].item() == pytest.approx(1e-2)
+    saved = optimizer.adamw_state_dict(lr=torch.tensor(1e-3))
+    known = optimizer.adamw_state_dict(lr=1e-3)["state"][0]["exp_avg"]
+    assert torch.allclose(saved["state"][0]["exp_avg"], known)
+    assert saved["param_groups"][0]["lr"].item() == pytest.approx(1e-3)
+    for lr in (torch.tensor(-1.0), torch.ones(2)):
+        with pytest.raises(ValueError, match=r"lr=.*must be in \[0, inf\)"):
+            optimizer.adamw_state_dict(lr=lr)
 
 
 def test_an_adamw_that_has_not_stepped() -> None:
