@@ -172,7 +172,9 @@ class Ranks:
             items["the number of groups"] = len(groups)
             items["the number of elements"] = sum(p.numel() for p in params)
             for i, values in enumerate(groups):
-                items[f"the values of group {i}"] = GroupValues(*map(float, values))
+                for name, value in values._asdict().items():
+                    items[f"{name} of group {i}"] = float(value)
+                items[f"step_cap of group {i}"] = float(values.step_cap) or None
                 items[f"the directions of group {i}"] = spectral[i]
             items[WITH_GRADIENTS] = split
             # Rounding depends on a parameter's place.
