@@ -70,8 +70,8 @@ def _feed_accelerator(accelerator: Any, trainer: Any) -> None:
         optimizers = unwrapped(accelerator._optimizers)
         if not optimizers:
             raise RuntimeError(
-                "feed_loss() found no NGN optimizer: give it to accelerator.prepare(), or to the "
-                "Trainer as optimizers=(optimizer, None)"
+                "feed_loss() found no NGN optimizer: give it to accelerator.prepare(), or write "
+                "Trainer(..., optimizer_cls_and_kwargs=(NGNMDv1, {...}))"
             )
         if trainer is not None:
             _refuse_policy_gradients(trainer, optimizers)
