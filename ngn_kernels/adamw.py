@@ -36,7 +36,7 @@ OWN_OPTIONS: dict[str, Any] = {
 
 
 def is_adamw_state(state_dict: Mapping[str, Any]) -> bool:
-    """Whether this looks like what Adam or AdamW saves, of which alone groups have amsgrad."""
+    """Whether Adam or AdamW saved this: no other optimizer's groups have amsgrad."""
     groups = state_dict.get("param_groups") or ()
     return any("amsgrad" in group and "algorithm" not in group for group in groups)
 

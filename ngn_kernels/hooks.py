@@ -1,4 +1,4 @@
-"""Who listens to a step: hooks, profilers, torch.compile. The one way into a step."""
+"""The entrance of a step(), with hooks, profilers and torch.compile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.optim import optimizer as torch_optimizer
 
 
 def entrance(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step() that torch's wrapper for hooks and profilers is around only when somebody listens.
+    """Wrap a step() as torch does for hooks and profilers, but only while there are any.
 
-    torch would put it around every call: 7 µs of the 16 µs that a step of one tensor takes.
-    Under torch.compile the step is one break of the graph.
+    torch wraps every call: 7 µs of the 16 µs that a step of one tensor takes. Under torch.compile the
+    step is one graph break.
     """
     observed = Optimizer.profile_hook_step(step)
     uncompiled = torch._disable_dynamo(observed)
@@ -25,9 +25,9 @@ def entrance(step: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return uncompiled(self, *args, **kwargs)
         # A step() of a subclass has been wrapped already.
-        listening = type(self).step is entered and _somebody_listens(self)
+        is_observed = type(self).step is entered and _has_observers(self)
         try:
-            return (observed if listening else step)(self, *args, **kwargs)
+            return (observed if is_observed else step)(self, *args, **kwargs)
         except BaseException:
             self._plan = None  # which holds the gradients of this step
             # GradScaler leaves these behind where a step raises.
@@ -39,7 +39,7 @@ def entrance(step: Callable[..., Any]) -> Callable[..., Any]:
     return entered
 
 
-def _somebody_listens(optimizer: Any) -> Any:
+def _has_observers(optimizer: Any) -> Any:
     return (
         torch.autograd._profiler_enabled()
         or optimizer._optimizer_step_pre_hooks

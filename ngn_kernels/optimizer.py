@@ -330,7 +330,7 @@ class NGNOptimizer(Optimizer):
         self.rule = rule if rule.momentum == momentum else replace(rule, momentum=momentum)
 
     def _group_values(self) -> tuple[list[GroupValues], dict[int, Tensor]]:
-        """The groups' values, checked if they changed; lrs on a device are returned apart, unread."""
+        """The groups' values, checked if they changed; lrs on a device come separately, without a sync."""
         seen, device_lrs = [], {}
         for index, group in enumerate(self.param_groups):
             lr, betas = group["lr"], group.get("betas")
@@ -503,7 +503,7 @@ class NGNOptimizer(Optimizer):
         known, self._plan = self._plan, None  # one whose step fails is not kept
         plan = self._current(known, exchange)
         draft = self._draft(known) if plan is None else None
-        # Every collective of this rank's tensors comes after this, and what can be refused before.
+        # Check all that can be refused before the first collective.
         if isinstance(exchange, Exchange):
             self._check_skip_options(exchange)
             agreement = self._agreement(plan, values, device_lrs)
@@ -528,7 +528,7 @@ class NGNOptimizer(Optimizer):
     def _only_creates_state(self) -> bool:
         """Whether a checkpoint library calls, which has optimizers create their state by a step.
 
-        Only the caller tells: a rank in training may have lr 0, no loss and gradients of 0, too.
+        Only the call stack shows it: a rank in training may have lr 0, no loss and gradients of 0, too.
         """
         if self.state or any(group["lr"] != 0 for group in self.param_groups):
             return False

@@ -213,7 +213,7 @@ def test_a_gradient_left_on_the_host_is_refused(engine: str) -> None:
     assert p.tolist() == [1, 1, 1, 1, 1]
 
 
-def test_a_skipped_step_is_told_later(engine: str) -> None:
+def test_a_skipped_step_is_reported_later(engine: str) -> None:
     p = Parameter(torch.ones(5, device="cuda"))
     optimizer = NGNMDv1.simple([p], backend=engine)
     p.grad = torch.full_like(p, float("nan"))

@@ -189,7 +189,7 @@ def on_host(array: Any) -> bool:
 
 
 def added_up(rows: Any) -> Any:
-    """Of messages, or of buckets' sums. A few plain numbers are added before numpy gets going."""
+    """The sums of the columns; of a few numbers on the host Python's sum is faster than numpy's."""
     if on_host(rows):
         return [sum(column) for column in zip(*rows.tolist(), strict=True)]
     return rows.sum(0)
@@ -351,7 +351,10 @@ class Exchange:
         return Status.UNREADY in statuses
 
     def _raise_alone(self, unread: int, apart: int | None) -> NoReturn:
-        """Where other hosts read nothing, send the messages that they wait for: they skip the step."""
+        """Raise on this rank, whose host alone reads, after the messages that other ranks wait for.
+
+        They skip the step.
+        """
         for _ in range(unread - 1):
             self._gather()
         raise self.problem or ValueError(
@@ -407,14 +410,14 @@ class Exchange:
         return gathered
 
     def _device(self) -> torch.device:
-        """Where the group's messages travel: at home if they can, as offloaded ones cannot on NCCL."""
+        """The device of messages: home, unless the group cannot send from there, as NCCL from a CPU."""
         types = {device.type for device in self.group._device_types}
         if self.home.type in types:
             return self.home
         return torch.device("cuda", torch.cuda.current_device())
 
     def _gather(self) -> Any:
-        """The messages of all ranks, in their order, at home."""
+        """The messages of all ranks, in their order, on the home device."""
         if self._wired is not self._sent:
             copy_to(self._wired, self._sent)
         try:

@@ -194,7 +194,7 @@ class Plan:
             self._seen = seen = self.signature.check(groups, state)
         if seen == STALE:
             return False
-        # Of every row, also where others join: what can be refused is refused before state is made.
+        # Also the old rows of a plan that grows: their gradients are checked before state is created.
         fits = seen in (SAME, MOVED) or all([b.takes_gradients() for b in self.buckets])
         self.has_grown = fits and seen == GROWN
         return fits and seen != GROWN
@@ -244,7 +244,7 @@ class Plan:
                     copy_to(target[index], source[index])
 
     def apply(self) -> None:
-        """Update the rows of every bucket, and count the step at home."""
+        """Update the rows of every bucket, and count the step on the home device."""
         for prepared in self._prepared:
             prepared.compute()
         for prepared in reversed(self._elsewhere):
@@ -257,7 +257,7 @@ class Plan:
             report_step(self.rule, self.totals[0], self.home.inputs, self.home.report)
 
     def _share_reasons(self) -> None:
-        """Bring the other devices' reasons home."""
+        """Copy the other devices' reasons to skip to the home device."""
         home = self.home.report.counts[Count.REASON]
         for other in self.devices[1:]:
             reason = other.report.counts[Count.REASON]
@@ -353,7 +353,7 @@ def draft_plan(
 
 
 def apart(buckets: list[Bucket], written: list[tuple[Tensor, str]]) -> bool:
-    """Whether the spans of memory of all rows, and of more tensors, are one beside the other."""
+    """Whether no two spans of memory overlap, of all rows and of the tensors to be written."""
     gapped = [row.local for bucket in buckets for row in bucket.rows if row.copy is not None]
     tensors = [t for t in (*(tensor for tensor, _ in written), *gapped) if t.numel()]
     for device in {bucket.key.device for bucket in buckets} | {t.device for t in tensors}:

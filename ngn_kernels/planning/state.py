@@ -101,7 +101,7 @@ def stored_dtype(param: Tensor, key: str, state: dict[str, Any], storage: Storag
 
 
 def storage_of(rule: Rule, storage: Storage) -> Storage:
-    """What was asked for, of the columns that a rule has."""
+    """The storage options of the columns that a rule has."""
     kept = {key: getattr(storage, key) for key in columns_of(rule)}
     return Storage(**kept, rounding=storage.rounding)
 

@@ -150,8 +150,8 @@ class Report:
         dtype = float_type(self.device)
         return torch.full((Size.STEP_SIZES + groups,), math.nan, dtype=dtype, device=self.device)
 
-    def make_room(self, groups: int) -> None:
-        """For this many groups; what is known of the first ones stays."""
+    def resize(self, groups: int) -> None:
+        """Give every group a step size, and keep those of the groups that stay."""
         known, self.sizes = self.sizes, self._no_sizes(groups)
         shared = min(len(known), len(self.sizes))
         self.sizes.narrow(0, 0, shared).copy_(known.narrow(0, 0, shared))
@@ -178,11 +178,11 @@ class Report:
         return skips
 
     def end_row_of_skips(self) -> None:
-        """What comes is not of the run that was."""
+        """Count skipped steps in a row from 0, as after another run was loaded."""
         self._in_a_row = 0
 
     def _read_counts(self, counts: memoryview | list[int], steps: int) -> Skips | None:
-        """Of counts as they were this many steps after those before."""
+        """The skipped steps among the last `steps`, from the counts after them."""
         skipped = counts[Count.SKIPPED] - self._seen
         if skipped < steps:  # some step was applied, perhaps the last
             self._in_a_row = 0
@@ -209,4 +209,4 @@ class DeviceTables:
         if (len(self.inputs.groups), self.alone) != (groups, alone):
             self.alone = alone
             self.inputs = Inputs(self.device, groups, alone)
-            self.report.make_room(groups)
+            self.report.resize(groups)

@@ -66,7 +66,7 @@ class Hooks:
                 "FeedLoss() found no NGN optimizer: return one from configure_optimizers(), or "
                 "leave the callback out"
             )
-        # Lightning clips only what nobody unscales in the step; without a scaler nobody does.
+        # Lightning does not clip gradients that the step unscales; without a scaler no step does.
         if _scaler(trainer) is None or trainer.gradient_clip_val or _clips_by_itself(pl_module):
             wrappers = pl_module.optimizers()  # manual optimization clips by these
             wrappers = wrappers if isinstance(wrappers, (list, tuple)) else [wrappers]
