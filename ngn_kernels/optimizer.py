@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NoReturn, TypeVar, overload
+from typing import Any, ClassVar, NoReturn, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ from .options import (
     PER_OPTIMIZER,
     SAVED_OPTIONS,
     SPECTRAL_VALUES,
+    DecayForm,
+    LossReduction,
+    OnSkip,
+    RoundingName,
+    StateFormat,
     check_group,
     check_group_names,
     require,
@@ -108,7 +113,8 @@ class NGNOptimizer(Optimizer):
     _loss_floor: float
     _loss_target: float
     _max_grad_norm: float | None
-    _on_skip: str
+    _on_skip: OnSkip
+    _decay_form: DecayForm
     _max_skipped_steps: int | None
     _backend: str
 
@@ -130,15 +136,15 @@ class NGNOptimizer(Optimizer):
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
-        decay_form: str = "paper",
-        on_skip: str = "warn",
+        decay_form: DecayForm = "paper",
+        on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
-        state: str | tuple[str, str] = "float32",
-        rounding: str = "nearest",
+        state: StateFormat | tuple[StateFormat, StateFormat] = "float32",
+        rounding: RoundingName = "nearest",
         reduce_group: Any = "auto",
         replicas: int | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: LossReduction = "mean",
     ) -> None:
         self._storage = Storage.of(state, rounding)
         self._ranks = Ranks(reduce_group, replicas, loss_reduction)
@@ -205,23 +211,23 @@ class NGNOptimizer(Optimizer):
         self._inner()._max_grad_norm = None if value is None else float(value)
 
     @property
-    def decay_form(self) -> str:
+    def decay_form(self) -> DecayForm:
         return self._inner()._decay_form
 
     @decay_form.setter
-    def decay_form(self, value: str) -> None:
+    def decay_form(self, value: DecayForm) -> None:
         inner = self._inner()
         inner._own_rule = rule_of(self.defaults["algorithm"], value)
         inner._decay_form = value
         inner._set_rule(self.rule.momentum)
 
     @property
-    def on_skip(self) -> str:
+    def on_skip(self) -> OnSkip:
         return self._inner()._on_skip
 
     @on_skip.setter
-    def on_skip(self, value: str) -> None:
-        if value not in ("warn", "raise", "ignore"):
+    def on_skip(self, value: OnSkip) -> None:
+        if value not in get_args(OnSkip):
             raise ValueError(f'on_skip={value!r}: must be "warn", "raise" or "ignore"')
         self._inner()._on_skip = value
         self._inner()._overdue = None

@@ -22,7 +22,7 @@ from .adamw import (
 )
 from .messages import warn
 from .optimizer import NGNOptimizer
-from .options import require
+from .options import DecayForm, LossReduction, OnSkip, RoundingName, StateFormat, require
 from .rules import RULES
 
 if TYPE_CHECKING:
@@ -68,15 +68,15 @@ class NGN(NGNOptimizer):
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
-        decay_form: str = "paper",
-        on_skip: str = "warn",
+        decay_form: DecayForm = "paper",
+        on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
-        state: str | tuple[str, str] = "float32",
-        rounding: str = "nearest",
+        state: StateFormat | tuple[StateFormat, StateFormat] = "float32",
+        rounding: RoundingName = "nearest",
         reduce_group: Any = "auto",
         replicas: int | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: LossReduction = "mean",
     ) -> None:
         defaults = dict(lr=lr, weight_decay=weight_decay, step_cap=step_cap, algorithm="NGN")
         super().__init__(
@@ -128,15 +128,15 @@ class NGNM(NGNOptimizer):
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
-        decay_form: str = "paper",
-        on_skip: str = "warn",
+        decay_form: DecayForm = "paper",
+        on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
-        state: str | tuple[str, str] = "float32",
-        rounding: str = "nearest",
+        state: StateFormat | tuple[StateFormat, StateFormat] = "float32",
+        rounding: RoundingName = "nearest",
         reduce_group: Any = "auto",
         replicas: int | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: LossReduction = "mean",
     ) -> None:
         defaults = dict(
             lr=lr,
@@ -197,15 +197,15 @@ class NGND(NGNOptimizer):
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
-        decay_form: str = "paper",
-        on_skip: str = "warn",
+        decay_form: DecayForm = "paper",
+        on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
-        state: str | tuple[str, str] = "float32",
-        rounding: str = "nearest",
+        state: StateFormat | tuple[StateFormat, StateFormat] = "float32",
+        rounding: RoundingName = "nearest",
         reduce_group: Any = "auto",
         replicas: int | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: LossReduction = "mean",
     ) -> None:
         if preconditioner not in (None, "rms"):
             raise ValueError(f'preconditioner={preconditioner!r}: must be None or "rms"')
@@ -330,15 +330,15 @@ class _MomentumAndRms(NGNOptimizer):
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
-        decay_form: str = "paper",
-        on_skip: str = "warn",
+        decay_form: DecayForm = "paper",
+        on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
-        state: str | tuple[str, str] = "float32",
-        rounding: str = "nearest",
+        state: StateFormat | tuple[StateFormat, StateFormat] = "float32",
+        rounding: RoundingName = "nearest",
         reduce_group: Any = "auto",
         replicas: int | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: LossReduction = "mean",
     ) -> None:
         defaults = dict(
             lr=lr,
@@ -426,15 +426,15 @@ class DecNGNMDv1(_MomentumAndRms):
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
-        decay_form: str = "paper",
-        on_skip: str = "warn",
+        decay_form: DecayForm = "paper",
+        on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
-        state: str | tuple[str, str] = "float32",
-        rounding: str = "nearest",
+        state: StateFormat | tuple[StateFormat, StateFormat] = "float32",
+        rounding: RoundingName = "nearest",
         reduce_group: Any = "auto",
         replicas: int | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: LossReduction = "mean",
     ) -> None:
         super().__init__(
             params,
@@ -487,15 +487,15 @@ class NGNMDv1W(_MomentumAndRms):
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
-        decay_form: str = "paper",
-        on_skip: str = "warn",
+        decay_form: DecayForm = "paper",
+        on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
-        state: str | tuple[str, str] = "float32",
-        rounding: str = "nearest",
+        state: StateFormat | tuple[StateFormat, StateFormat] = "float32",
+        rounding: RoundingName = "nearest",
         reduce_group: Any = "auto",
         replicas: int | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: LossReduction = "mean",
     ) -> None:
         super().__init__(
             params,
@@ -572,15 +572,15 @@ class NGNMuon(NGNOptimizer):
         loss_floor: float = 0.0,
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
-        decay_form: str = "paper",
-        on_skip: str = "warn",
+        decay_form: DecayForm = "paper",
+        on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
-        state: str | tuple[str, str] = "float32",
-        rounding: str = "nearest",
+        state: StateFormat | tuple[StateFormat, StateFormat] = "float32",
+        rounding: RoundingName = "nearest",
         reduce_group: Any = "auto",
         replicas: int | None = None,
-        loss_reduction: str = "mean",
+        loss_reduction: LossReduction = "mean",
     ) -> None:
         defaults = dict(
             lr=lr,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .messages import FOREIGN_OPTIONS
+
+# Types of options with few values, so that type checkers find misspelt ones.
+DecayForm = Literal["paper", "adamw"]
+OnSkip = Literal["warn", "raise", "ignore"]
+StateFormat = Literal["float32", "bfloat16", "8bit"]
+RoundingName = Literal["nearest", "stochastic", "exact"]
+LossReduction = Literal["mean", "sum"]
 
 PER_OPTIMIZER = (
     *(

@@ -7,7 +7,7 @@ import inspect
 import json
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -30,8 +30,10 @@ from ngn_kernels import (
     SkippedStepError,
     SkippedStepWarning,
     groups,
+    options,
 )
-from ngn_kernels.rules import RULES
+from ngn_kernels.formats import ROUNDINGS, STATE_FORMATS
+from ngn_kernels.rules import DECAY_FORMS, RULES
 
 FAMILY = pytest.mark.parametrize("cls", [NGNMDv1, NGNMDv2, DecNGNMDv1, NGNMDv1W])
 CLASSES = (NGN, NGNM, NGND, NGNMDv1, NGNMDv2, DecNGNMDv1, NGNMDv1W)
@@ -857,6 +859,12 @@ def test_every_class_says_all_its_options() -> None:
         assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in own.values()), cls
         assert {name: own[name].default for name in wanted} == wanted
         assert own["step_cap"].default is None
+
+
+def test_types_of_options_have_their_values() -> None:
+    assert get_args(options.DecayForm) == DECAY_FORMS
+    assert get_args(options.RoundingName) == tuple(ROUNDINGS)
+    assert get_args(options.StateFormat) == tuple(STATE_FORMATS)
 
 
 def test_the_package_shows_its_public_names() -> None:
