@@ -134,8 +134,8 @@ def check_loadable(
         source = theirs.get("algorithm")
         if source is None:
             raise ValueError(
-                f"the loaded state is from no optimizer of ngn_kernels, and {algorithm} keeps another "
-                "one: begin it without this state"
+                f"the loaded state is from no optimizer of ngn_kernels, whose groups have an algorithm, "
+                f"and {algorithm} keeps another state: begin it without this one"
             )
         foreign = "spectral" in theirs and "spectral" not in defaults
         if RULES.get(source) != RULES[algorithm] or foreign:

@@ -285,7 +285,7 @@ class NGNOptimizer(Optimizer):
         """Only of the algorithms that keep AdamW's second moment and a momentum."""
         raise NotImplementedError(
             f"{cls.__name__} keeps another state than AdamW: write NGNMDv1.from_adamw(adamw), or "
-            f"begin anew with {cls.__name__}(model.parameters(), lr=...)"
+            f"begin anew with {cls.__name__}(params, lr=...)"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
