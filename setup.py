@@ -26,7 +26,8 @@ FIX = (
 )
 CUDA = os.environ.get("NGN_CUDA", "auto")
 CUDA_FIX = (
-    " With NGN_CUDA=on it also needs nvcc; CMake's message above says what is missing."
+    " With NGN_CUDA=on it also needs nvcc; CMake's message above says what is missing, and "
+    "NGN_CUDA=off leaves the CUDA kernels out."
     if CUDA == "on"
     else ""
 )
@@ -44,7 +45,7 @@ class Build(build):
 class CMakeBuild(build_ext):
     """Build `ngn_kernels._cpu`, or fail: pip would keep a wheel without it and install it again.
 
-    `ngn_kernels._cuda` is built with it if NGN_CUDA says so: `auto` (where nvcc is found), `on` or `off`.
+    `ngn_kernels._cuda` is built with it if NGN_CUDA says so: `auto` (where an nvcc works), `on` or `off`.
     """
 
     def build_extensions(self) -> None:
@@ -53,6 +54,7 @@ class CMakeBuild(build_ext):
         }
         target = targets["ngn_kernels._cpu"]
         build = Path(self.build_temp).resolve()
+        compile_all = ["cmake", "--build", str(build)]
         for stale in targets.values():
             stale.unlink(missing_ok=True)
         # It has the paths of the isolated environment of an earlier build, which is gone.
@@ -69,15 +71,32 @@ class CMakeBuild(build_ext):
                 *shlex.split(os.environ.get("NGN_CMAKE_ARGS", "")),
             ]  # fmt: skip
             subprocess.run(configure, check=True)
-            subprocess.run(["cmake", "--build", str(build)], check=True)
+            subprocess.run([*compile_all, "--target", "_cpu"], check=True)
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
             raise SystemExit(
                 f"ngn_kernels: the C++ extension was not built ({error}): {FIX}.{CUDA_FIX}"
             ) from error
         if not target.exists():
             raise SystemExit(f"ngn_kernels: CMake made no {target.name}")
+        # Afterwards, so that nvcc has the memory to itself, and what fails is known to be its part.
+        try:
+            subprocess.run(compile_all, check=True)
+        except subprocess.CalledProcessError as error:
+            targets["ngn_kernels._cuda"].unlink(missing_ok=True)
+            if CUDA == "on":
+                raise SystemExit(
+                    f"ngn_kernels: the CUDA kernels were not built ({error}): nvcc's messages are "
+                    "above; set NGN_CUDA=off to install without them"
+                ) from error
+            print(f"ngn_kernels: without the CUDA kernels, which nvcc did not compile ({error})")
         # What setuptools packs, and links to in an editable installation.
         self.extensions = [ext for ext in self.extensions if targets[ext.name].exists()]
+
+    def copy_extensions_to_source(self) -> None:
+        """For an editable installation, in the place of what an earlier one left there."""
+        for name in MODULES:
+            (ROOT / self.get_ext_filename(name)).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
 
 
 setup(

@@ -1,6 +1,6 @@
 """Find an nvcc that works: `python find_nvcc.py ARCH…` prints its path, version, and known ARCHs.
 
-Without one the last line of the errors says why, and the exit status is 1.
+The errors say why it passed others over; without one that works the exit status is 1.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OLDEST = (12, 0)
+TIMEOUT = 120.0  # seconds; a trial takes about one
 TRIAL = "#include <cmath>\n__global__ void trial(double* x) { *x = std::sqrt(*x); }\n"
 
 
 def candidates() -> Iterator[Path]:
-    """As a user would expect: what the environment names, PATH, NVIDIA's wheels, the usual folder."""
+    """As a user would expect: what the environment names, PATH, NVIDIA's wheels, the usual folder.
+
+    Only what the environment names may not be there.
+    """
     name = "nvcc.exe" if os.name == "nt" else "nvcc"
-    if os.environ.get("CUDACXX"):
-        yield Path(os.environ["CUDACXX"])
+    if named := os.environ.get("CUDACXX"):
+        yield Path(shutil.which(named) or named)
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable]) / "bin" / name
@@ -31,14 +35,27 @@ def candidates() -> Iterator[Path]:
         yield Path(found)
     folder = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     yield from sorted(folder.glob(f"*/bin/{name}"), reverse=True)
-    yield Path("/usr/local/cuda/bin") / name
+    usual = Path("/usr/local/cuda/bin") / name
+    if usual.exists():
+        yield usual
 
 
 def tried(nvcc: Path, wanted: list[str]) -> tuple[str, list[str]]:
     """Its version, and those of the architectures that it knows; raises if it does not work."""
 
     def run(*arguments: str) -> str:
-        done = subprocess.run([str(nvcc), *arguments], capture_output=True, text=True)
+        try:
+            done = subprocess.run(
+                [str(nvcc), *arguments],
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=TIMEOUT,
+            )
+        except FileNotFoundError as error:
+            raise RuntimeError("there is no such file") from error
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"no answer in {TIMEOUT:g} seconds") from error
         if done.returncode:
             lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
             raise RuntimeError(lines[0])
@@ -68,22 +85,22 @@ def tried(nvcc: Path, wanted: list[str]) -> tuple[str, list[str]]:
 
 
 def main(wanted: list[str]) -> int:
-    reasons = []
+    reasons: list[str] = []
+    status = 1
     for nvcc in dict.fromkeys(candidates()):
-        if not nvcc.exists():
-            continue
         try:
             version, known = tried(nvcc, wanted)
         except (OSError, RuntimeError) as error:
             reasons.append(f"{nvcc} does not work: {error}")
             continue
         print(";".join([nvcc.as_posix(), version, *known]))
-        return 0
-    print(
-        "; ".join(reasons) or "there is no nvcc on PATH, in CUDA_HOME or in site-packages",
-        file=sys.stderr,
-    )
-    return 1
+        status = 0
+        break
+    if status and not reasons:
+        reasons = ["there is no nvcc on PATH, in CUDA_HOME or in site-packages"]
+    if reasons:
+        print("; ".join(reasons), file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

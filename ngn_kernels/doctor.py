@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from . import extension
-from .backends import SLOWER, availability
+from .backends import SLOWER, availability, usable
 from .version import __version__
 
 PACKAGES = (
@@ -39,10 +39,18 @@ def report() -> str:
         "",
     ]
     for name, reason in availability().items():
-        lines.append(f"{name:<12} {'available' + detail(name) if reason is None else reason}")
+        lines.append(f"{name:<12} {_where(name) if reason is None else reason}")
     if availability()["cpu"] is not None:
         lines[-1] += " (CPU tensors use it" + SLOWER["cpu"] + ")"
     return "\n".join(lines)
+
+
+def _where(name: str) -> str:
+    """That a backend is available, unless every GPU refuses it, and the refusals."""
+    seen = [usable(name, torch.device("cuda", index)) for index in range(len(_gpus()))]
+    refusals = [reason for reason in seen if isinstance(reason, str)]
+    available = [] if seen and len(refusals) == len(seen) else ["available" + detail(name)]
+    return "; ".join(available + refusals)
 
 
 def detail(name: str) -> str:

@@ -546,8 +546,9 @@ class NGNMuon(NGNOptimizer):
         ns_steps: the number of Newton-Schulz's polynomials, each with two products of a matrix and one of
             its smaller side.
         ns_coefficients: (a, b, c) of a s + b s^3 + c s^5, or "polar_express", which has others for each.
-        ns_dtype: of the matrix products: "bfloat16", "float32", or "auto" for bfloat16 on CUDA and ROCm
-            devices and float32 elsewhere; float64 and complex parameters have their own.
+        ns_dtype: of the matrix products: "bfloat16", "float32", or "auto" for bfloat16 on AMD GPUs
+            and NVIDIA's of capability 8.0 or newer, float32 elsewhere; float64 and complex parameters
+            have their own.
         weight_decay: l, decoupled; it enters the momentum.
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr.

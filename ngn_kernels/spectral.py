@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -92,10 +93,23 @@ def check_matrix(param: Tensor, spectral: Spectral, label: str) -> None:
         )
 
 
+@cache
+def has_bfloat16_products(device: torch.device) -> bool:
+    """Whether a GPU multiplies matrices in bfloat16: AMD's do, NVIDIA's from compute capability 8.0 on.
+
+    One of fake tensors, which is not there, counts as one that does.
+    """
+    is_there = (device.index or 0) < torch.cuda.device_count()
+    if torch.version.hip is not None or not is_there:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def work_dtype(products: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What the products are computed in, of gradients in float32, float64 or their complex types."""
     if products == "auto":
-        products = "bfloat16" if device.type == "cuda" else "float32"
+        fast = device.type == "cuda" and has_bfloat16_products(device)
+        products = "bfloat16" if fast else "float32"
     return torch.bfloat16 if products == "bfloat16" and dtype == torch.float32 else dtype
 
 

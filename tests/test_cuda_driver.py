@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from fake_gpu import FakeGPU
 from gpu_engines import require, simulated
 from helpers import params_of, random_columns, random_gradients, snapshot, warnings_of
 from steps import train
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ngn_kernels.backends as backends
+from ngn_kernels import doctor
 from ngn_kernels.extension import why_missing
 from ngn_kernels.layout import DType, Rounding
 from ngn_kernels.planning.rows import BucketKey
@@ -218,31 +221,84 @@ def test_auto_takes_the_cuda_engine_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(backends, "_load", lambda name: backend)
     assert backends.preferred_backends("cuda") == ("cuda", "triton")
     assert chosen(single("cuda:1")) == ("cuda", [])
-    assert backends.default_backend("auto", "cuda") == "cuda"
+    assert backends.default_backend("auto", torch.device("cuda:1")) == "cuda"
 
 
-def test_auto_takes_triton_where_a_device_takes_no_cuda_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[StubDriver], dict[str, Any]]:
+    """The two GPU engines, the CUDA one of a given driver, whose kernels compute nothing."""
     pytest.importorskip("triton")
     from ngn_bench.gpu.stub_kernels import counting_backend
 
-    driver = StubDriver()
-    loaded = {"cuda": driver.backend("cuda"), "triton": counting_backend("cuda")[1]}
-    load = backends._load
-    monkeypatch.setattr(backends, "_load", lambda name: loaded.get(name) or load(name))
-    driver.fail("cuModuleLoadData", NO_IMAGE)
+    def loaded(driver: StubDriver) -> dict[str, Any]:
+        found = {"cuda": driver.backend("cuda"), "triton": counting_backend("cuda")[1]}
+        load = backends._load
+        monkeypatch.setattr(backends, "_load", lambda name: found.get(name) or load(name))
+        return found
+
+    return loaded
+
+
+def refusing(*devices: int) -> StubDriver:
+    """A driver that has no code for some devices."""
+    return StubDriver(on_load=lambda device, image: NO_IMAGE if device in devices else 0)
+
+
+def test_auto_takes_triton_where_a_device_takes_no_cuda_kernels(both: Any) -> None:
+    loaded = both(refusing(0))
     name, said = chosen(single("cuda:0"))
     assert name == "triton"
     (text,) = said
     assert "no kernel image" in text and text.endswith("using the triton backend")
+    assert chosen(single("cuda:1")) == ("cuda", [])
 
-    loaded["triton"] = "Triton is missing"  # type: ignore[assignment]
+    loaded["triton"] = "Triton is missing"
     name, said = chosen(single("cuda:0"))
     assert name == "reference"
     (text,) = said
     assert "no kernel image" in text and "Triton is missing" in text
     assert text.endswith("using the reference backend, which is slower")
+
+
+def test_auto_keeps_its_engine_when_the_reason_has_gone(both: Any, driver: StubDriver) -> None:
+    """A run never changes it in the middle; who asks for one by name tries again."""
+    both(driver)
+    driver.fail("cuModuleLoadData", OUT_OF_MEMORY)
+    key = single("cuda:0")
+    assert chosen(key)[0] == "triton"
+    with pytest.raises(RuntimeError, match=r"cuda:0 does not take the CUDA kernels.*OUT_OF_MEMORY"):
+        backends.select_backend("cuda", key)
+    driver.fail("", 0)
+    assert chosen(key)[0] == "triton"
+    assert backends.select_backend("cuda", key).name == "cuda"
+    assert chosen(key)[0] == "triton"
+    assert chosen(single("cuda:1")) == ("cuda", [])
+
+
+def test_ranks_compare_the_engines_that_run(both: Any) -> None:
+    """A rank whose device refuses the kernels does not claim to run what the others run."""
+    both(refusing(1))
+    for device, engine in (("cuda:0", "cuda"), ("cuda:1", "triton")):
+        with FakeTensorMode():
+            optimizer = NGNMDv1.simple([torch.nn.Parameter(torch.empty(3, device=device))])
+        agreement = optimizer._agreement(None, optimizer._group_values()[0], {})
+        assert agreement.items["the backend"] == engine == chosen(single(device))[0]
+
+
+@pytest.mark.parametrize("devices", [(), (1,), (0, 1)])
+def test_the_doctor_names_the_devices_that_refuse(
+    devices: tuple[int, ...], both: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(refusing(*devices))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    lines = {line.split()[0]: line for line in doctor.report().splitlines() if line}
+    assert ("available (code for" in lines["cuda"]) == (len(devices) < 2)
+    refused = [f"cuda:{i}" for i in devices]
+    assert re.findall(r"(cuda:\d) does not take", lines["cuda"]) == refused
+    assert ("no kernel image" in lines["cuda"]) == bool(devices)
+    assert lines["triton"].split() == ["triton", "available"]
 
 
 def test_kernels_that_were_not_built_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -126,9 +127,44 @@ def test_types_of_the_products(products: str) -> None:
         < (0.1 if products == "bfloat16" else 1e-4)
     )
     assert steps[1] < 1e-6 and steps[2] < 1e-4
-    assert spectral.work_dtype(products, torch.float32, torch.device("cuda")) == (
-        torch.float32 if products == "float32" else torch.bfloat16
-    )
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "products"),
+    [
+        (None, (7, 5), torch.float32),
+        (None, (8, 0), torch.bfloat16),
+        (None, (12, 0), torch.bfloat16),
+        ("6.3", None, torch.bfloat16),
+    ],
+)
+def test_gpus_with_fast_bfloat16_products_use_them(
+    hip: str | None,
+    capability: tuple[int, int] | None,
+    products: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU is asked once; what is chosen by name is used on every GPU."""
+    asked: list[torch.device] = []
+
+    def answer(device: torch.device) -> Any:
+        asked.append(device)
+        return capability
+
+    unasked = cache(spectral.has_bfloat16_products.__wrapped__)
+    monkeypatch.setattr(spectral, "has_bfloat16_products", unasked)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", answer)
+    gpu = torch.device("cuda:1")
+    assert [spectral.work_dtype("auto", torch.float32, gpu) for _ in range(2)] == [products] * 2
+    assert asked == ([] if capability is None else [gpu])
+    assert spectral.work_dtype("auto", torch.float64, gpu) == torch.float64
+    assert spectral.work_dtype("float32", torch.float32, gpu) == torch.float32
+    assert spectral.work_dtype("bfloat16", torch.float32, gpu) == torch.bfloat16
+    # One of fake tensors, which is not there, cannot be asked.
+    assert spectral.work_dtype("auto", torch.float32, torch.device("cuda:2")) == torch.bfloat16
+    assert spectral.work_dtype("auto", torch.float32, torch.device("meta")) == torch.float32
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])

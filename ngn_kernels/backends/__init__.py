@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -55,22 +56,18 @@ def select_backend(name: str, key: BucketKey) -> Backend:
         check_backend(name)
         backend = _load(name)
         assert not isinstance(backend, str)
-        reason = backend.unfit(key)
+        reason = backend.unfit(key) or backend.refusal(key.device)
         if reason:
             raise RuntimeError(f'backend="{name}" cannot serve these parameters: {reason}')
         return backend
     failed: list[tuple[str, str]] = []  # what was expected to serve, and is worth a word
     for preferred in preferred_backends(key.device.type):
-        backend = _load(preferred)
+        backend = usable(preferred, key.device)
         if isinstance(backend, str):
             if key.device.type in ("cpu", "cuda"):
                 failed.append((preferred, backend))
             continue
-        try:
-            reason = backend.unfit(key)
-        except Unavailable as error:
-            failed.append((preferred, str(error)))
-            continue
+        reason = backend.unfit(key)
         if reason is None:
             if failed:
                 _say_once(tuple(failed), preferred)
@@ -96,12 +93,24 @@ def preferred_backends(device_type: str) -> tuple[str, ...]:
     return ("cuda", "triton") if has_cuda else ("triton",)
 
 
-def default_backend(name: str, device_type: str) -> str:
+def usable(name: str, device: torch.device) -> Backend | str:
+    """The backend as `auto` sees it, or the reason why it cannot run on a device."""
+    backend = _load(name)
+    return backend if isinstance(backend, str) else _first(backend.refusal, device) or backend
+
+
+@cache
+def _first(refusal: Callable[[torch.device], str | None], device: torch.device) -> str | None:
+    """A device's first answer, which stays: no run changes its engine in the middle."""
+    return refusal(device)
+
+
+def default_backend(name: str, device: torch.device) -> str:
     """Which backend serves ordinary parameters of a device; ranks compare it."""
     if name != "auto":
         return name
-    loaded = [n for n in preferred_backends(device_type) if not isinstance(_load(n), str)]
-    return loaded[0] if loaded else "reference"
+    preferred = preferred_backends(device.type)
+    return next((n for n in preferred if not isinstance(usable(n, device), str)), "reference")
 
 
 @cache

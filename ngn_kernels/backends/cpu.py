@@ -30,6 +30,9 @@ class CpuBackend:
             return f"they are on {key.device}; it takes tensors on the CPU"
         return unfit_types(key)
 
+    def refusal(self, device: torch.device) -> str | None:
+        return None
+
     def prepare(
         self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
     ) -> CpuBucket:

@@ -11,7 +11,7 @@ import torch
 from ..extension import why_missing
 from ..layout import DType, Rounding
 from ..planning.plan import Memory
-from ..planning.rows import Bucket, BucketKey
+from ..planning.rows import Bucket
 from ..rules import Rule
 from . import Unavailable
 from .gpu import GpuBackend, GpuBucket
@@ -32,18 +32,15 @@ class CudaBackend(GpuBackend):
         super().__init__(device_type, without_gpu="a simulator")
         self.engine, self.stream = engine, stream
 
-    def unfit(self, key: BucketKey) -> str | None:
-        """Raises Unavailable if a device that should run the kernels does not take them."""
-        reason = super().unfit(key)
-        if reason is None:
-            try:
-                self.engine.load(key.device.index or 0)
-            except _cuda.DriverError as error:
-                raise Unavailable(
-                    f"{key.device} does not take the CUDA kernels: {error}; they are code for "
-                    f"sm_{_cuda.TARGETS.replace(' ', ', sm_')} by nvcc {_cuda.COMPILER}"
-                ) from error
-        return reason
+    def refusal(self, device: torch.device) -> str | None:
+        try:
+            self.engine.load(device.index or 0)
+        except _cuda.DriverError as error:
+            return (
+                f"{device} does not take the CUDA kernels: {error}; they are code for "
+                f"sm_{_cuda.TARGETS.replace(' ', ', sm_')} by nvcc {_cuda.COMPILER}"
+            )
+        return None
 
     def prepare(
         self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]

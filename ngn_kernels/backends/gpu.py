@@ -55,6 +55,9 @@ class GpuBackend:
                 )
         return None
 
+    def refusal(self, device: torch.device) -> str | None:
+        return None
+
 
 class GpuBucket:
     """What the kernels read and write for one bucket, at addresses that do not change."""

@@ -227,6 +227,9 @@ class ReferenceBackend:
     def unfit(self, key: BucketKey) -> str | None:
         return unfit_types(key)
 
+    def refusal(self, device: torch.device) -> str | None:
+        return None
+
     def prepare(
         self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]
     ) -> ReferenceBucket:

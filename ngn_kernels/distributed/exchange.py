@@ -67,13 +67,16 @@ class Agreement:
 NOTHING_AGREED = Agreement({})
 
 WITH_GRADIENTS = "the sharded matrices that have gradients"
+THE_BACKEND = "the backend"
 ALIKE = (
     "build the optimizer alike on every rank, or, where each rank owns other parameters "
     "(ZeroRedundancyOptimizer, pipeline stages), pass replicas=1"
 )
 REMEDIES = {
     WITH_GRADIENTS: "ranks send each other the parts of these: each must have its own part of a gradient, "
-    "if only zeros, or none of them may have one"
+    "if only zeros, or none of them may have one",
+    THE_BACKEND: "`python -m ngn_kernels` says on each machine which ones run there, and why not others: "
+    "pass backend= one that runs on all",
 }
 
 
@@ -162,13 +165,13 @@ class Ranks:
         split: list[str],
         params: list[Tensor],
         storage: Storage,
-        backend: Callable[[str], str],
+        backend: Callable[[torch.device], str],
     ) -> Agreement:
         """What ranks compare; where all of them hold all parameters, every value of every group."""
         items = {**options, "loss_reduction": self.loss_reduction, "replicas": self.replicas}
         if self.replicas is None:
             items["state and rounding"] = tuple(storage)
-            items["the backend"] = ", ".join(sorted({backend(p.device.type) for p in params}))
+            items[THE_BACKEND] = ", ".join(sorted({backend(p.device) for p in params}))
             items["the number of groups"] = len(groups)
             items["the number of elements"] = sum(p.numel() for p in params)
             for i, values in enumerate(groups):

@@ -77,7 +77,10 @@ class Backend(Protocol):
     name: str
 
     def unfit(self, key: BucketKey) -> str | None:
-        """Why this backend cannot serve such a bucket, or None."""
+        """Why this backend does not take such types of tensors and devices, or None."""
+
+    def refusal(self, device: torch.device) -> str | None:
+        """Why this device, of a type that the backend takes, cannot run it now, or None."""
 
     def prepare(
         self, bucket: Bucket, memory: Memory, rule: Rule, rounds: tuple[Rule | None, ...]

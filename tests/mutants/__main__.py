@@ -29,7 +29,7 @@ from catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "mutants"
-COPIED = ("ngn_kernels", "bench", "tests", "csrc", "CMakeLists.txt", "pyproject.toml")
+COPIED = ("ngn_kernels", "bench", "tests", "csrc", "CMakeLists.txt", "setup.py", "pyproject.toml")
 TIMEOUT = 400  # seconds that the tests of one mutant may take; one that hangs them was noticed
 KILLED, SURVIVED, EQUIVALENT, ERROR = "killed", "survived", "equivalent", "ERROR"
 
