@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from ranks.layouts import LAYOUTS, STEPS, Run, Trained, algorithm_named, full, held, whole
+from ranks.layouts import LAYOUTS, STEPS, Run, Trained, algorithm_named, contents, full, whole
 
 Options = dict[str, Any]
 WIDE: Options = {"dtype": torch.float64}
@@ -41,7 +41,7 @@ def trained(run: Run, steps: range) -> Trained:
     for k in steps:
         run.step(k)
         seen.seen.append(run.whole())
-        seen.held.append(held(run))
+        seen.held.append(contents(run))
     return seen
 
 
