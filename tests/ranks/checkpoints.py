@@ -41,7 +41,7 @@ def trained(run: Run, steps: range) -> Trained:
     for k in steps:
         run.step(k)
         seen.seen.append(run.whole())
-        seen.held.append(contents(run))
+        seen.contents.append(contents(run))
     return seen
 
 
@@ -81,7 +81,7 @@ def flattened(flat: bool) -> StateDictOptions:
 
 def uninterrupted(layout: str, algorithm: str, options: Options = WIDE) -> Trained:
     seen = trained(run_of(layout, algorithm, options), range(2 * STEPS))
-    return Trained(seen.seen[STEPS:], seen.held[STEPS:])
+    return Trained(seen.seen[STEPS:], seen.contents[STEPS:])
 
 
 def gathered(layout: str, algorithm: str, options: Options) -> tuple[Trained, Trained]:
