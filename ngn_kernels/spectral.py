@@ -62,6 +62,10 @@ class Spectral(NamedTuple):
             return 1, rows, math.prod(shape[1:])
         return math.prod(shape[:-2]), shape[-2], shape[-1]
 
+    def stacked(self, dimensions: int) -> int:
+        """How many of a parameter's dimensions, the first ones, count its matrices."""
+        return max(0, dimensions - 2) if self.form == "stack" else 0
+
     def scale(self, rows: int, columns: int) -> float:
         """As torch.optim.Muon has it."""
         if self.adjust == "original":

@@ -28,8 +28,8 @@ LAYERS = (
     *("version", "layout", "extension", "messages", "rules", "options", "formats"),
     *(
         "distributed.dtensors",
-        "distributed.owners",
         "spectral",
+        "distributed.owners",
         "backwards",
         "loss",
         "planning.checks",

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Runs = tuple[tuple[int, int], ...]
+"""Indices of a dimension, as the first one and the one behind the last of each run."""
+
 
 def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor; where nobody has imported them, there are none."""
@@ -48,22 +51,20 @@ def first_element(tensor: Tensor) -> int:
     part = local(tensor)
     if not is_sharded(tensor) or part.numel() == 0:
         return 0
-    number, indices = _shard(tensor, tensor.device_mesh.get_coordinate())  # type: ignore[attr-defined]
-    if [len(index) for index in indices] == list(part.shape) and part.is_contiguous():
+    number, runs = _shard(tensor, tensor.device_mesh.get_coordinate())  # type: ignore[attr-defined]
+    if [_length(of) for of in runs] == list(part.shape) and part.is_contiguous():
         sizes = [math.prod(tensor.shape[d + 1 :]) for d in range(tensor.dim())]
-        first, last = (
-            sum(int(index[end]) * size for index, size in zip(indices, sizes, strict=True))
-            for end in (0, -1)
-        )
+        first = sum(of[0][0] * size for of, size in zip(runs, sizes, strict=True))
+        last = sum((of[-1][1] - 1) * size for of, size in zip(runs, sizes, strict=True))
         if last - first + 1 == part.numel():
             return first
     return number << 40
 
 
-def _shard(tensor: Any, place: Sequence[int]) -> tuple[int, list[Tensor]]:
+def _shard(tensor: Any, place: Sequence[int]) -> tuple[int, list[Runs]]:
     """The number of the shard at a place of the mesh, and its indices in each dimension of the whole."""
     number = 0
-    indices = [torch.arange(size, device="cpu") for size in tensor.shape]
+    runs: list[Runs] = [((0, size),) if size else () for size in tensor.shape]
     mesh = tensor.device_mesh
     for dimension, placement in enumerate(tensor.placements):
         if not hasattr(placement, "dim"):
@@ -71,16 +72,39 @@ def _shard(tensor: Any, place: Sequence[int]) -> tuple[int, list[Tensor]]:
         rank, ranks = place[dimension], mesh.size(dimension)
         number = number * ranks + rank
         # Of a strided shard each block is shared out, as a later dimension of the mesh cuts them.
-        blocks = indices[placement.dim].chunk(getattr(placement, "split_factor", 1))
-        parts = [part for block in blocks for part in block.chunk(ranks)[rank : rank + 1]]
-        indices[placement.dim] = torch.cat(parts) if parts else blocks[0][:0]
-    return number, indices
+        whole = runs[placement.dim]
+        blocks = getattr(placement, "split_factor", 1)
+        runs[placement.dim] = tuple(
+            run
+            for block in range(blocks)
+            for run in _chunk(_chunk(whole, blocks, block), ranks, rank)
+        )
+    return number, runs
 
 
-def is_split(tensor: Any) -> bool:
-    """Whether no rank has all of it."""
+def _length(runs: Runs) -> int:
+    return sum(end - begin for begin, end in runs)
+
+
+def _chunk(runs: Runs, count: int, number: int) -> Runs:
+    """One of the parts into which torch.chunk would cut the indices of these runs; empty beyond the last."""
+    size = -(-_length(runs) // count)
+    first, last = size * number, size * (number + 1)
+    found, before = [], 0
+    for begin, end in runs:
+        low, high = max(begin, begin + first - before), min(end, begin + last - before)
+        if low < high:
+            found.append((low, high))
+        before += end - begin
+    return tuple(found)
+
+
+def is_split(tensor: Any, stacked: int = 0) -> bool:
+    """Whether no rank has all of it, or, where its first dimensions stack tensors, all of any of these."""
     return is_sharded(tensor) and any(
-        not placement.is_replicate() and tensor.device_mesh.size(dimension) > 1
+        not placement.is_replicate()
+        and not (placement.is_shard() and placement.dim % tensor.dim() < stacked)
+        and tensor.device_mesh.size(dimension) > 1
         for dimension, placement in enumerate(tensor.placements)
     )
 
@@ -88,12 +112,12 @@ def is_split(tensor: Any) -> bool:
 class Piece(NamedTuple):
     """What of a DTensor lies on a rank: in each dimension, which runs of indices, end to end."""
 
-    runs: tuple[tuple[tuple[int, int], ...], ...]
+    runs: tuple[Runs, ...]
     is_first: bool  # of the ranks that hold the same elements
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(sum(end - begin for begin, end in runs) for runs in self.runs)
+        return tuple(map(_length, self.runs))
 
     def blocks(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Where each block of it lies, in the whole and in the piece."""
@@ -114,19 +138,9 @@ def pieces(tensor: Any) -> dict[int, Piece]:
     copies = [d for d, placement in enumerate(tensor.placements) if placement.is_replicate()]
     found = {}
     for place in itertools.product(*map(range, mesh.shape)):
-        _, indices = _shard(tensor, place)
-        runs = tuple(tuple(_runs(index.tolist())) for index in indices)
-        found[int(mesh[place])] = Piece(runs, not any(place[d] for d in copies))
+        _, runs = _shard(tensor, place)
+        found[int(mesh[place])] = Piece(tuple(runs), not any(place[d] for d in copies))
     return found
-
-
-def _runs(indices: list[int]) -> Iterator[tuple[int, int]]:
-    """Of indices that follow each other."""
-    begin = 0
-    for i in range(1, len(indices) + 1):
-        if i == len(indices) or indices[i] != indices[i - 1] + 1:
-            yield indices[begin], indices[i - 1] + 1
-            begin = i
 
 
 def mesh_replicas(tensor: Tensor) -> int:

@@ -11,9 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .dtensors import Piece, pieces
+from ..spectral import Spectral
+from .dtensors import Piece, is_split, pieces
 
 Parts = dict[int, list[Tensor]]
+
+
+def has_split_matrices(param: Tensor, spectral: Spectral | None) -> bool:
+    """Whether ranks hold parts of a parameter's matrices, and not whole ones of a stack."""
+    return spectral is not None and is_split(param, spectral.stacked(param.dim()))
 
 
 def check_group(group: Any, device: torch.device, label: str) -> None:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..distributed.dtensors import is_split
-from ..distributed.owners import Owners, check_group
+from ..distributed.owners import Owners, check_group, has_split_matrices
 from ..spectral import BATCH, Spectral, write_directions
 from .rows import Bucket, Row
 
@@ -26,14 +25,16 @@ class Directions:
         self._rows = rows = bucket.rows
         self._gradient_type = bucket.key.grad
         self._gradients = gradients
-        self._split = [i for i, row in enumerate(rows) if is_split(row.param)]
-        self._whole = [i for i, row in enumerate(rows) if not is_split(row.param)]
-        self._here = Matrices(rows[i] for i in self._whole)
+        split = [has_split_matrices(row.param, row.spectral) for row in rows]
+        self._split = [i for i, is_split in enumerate(split) if is_split]
+        self._whole = [i for i, is_split in enumerate(split) if not is_split]
+        self._here = Matrices((rows[i], rows[i].local.shape) for i in self._whole)
         self._owners: Owners | None = None
         if self._split:
             check_group(process_group, bucket.key.device, rows[self._split[0]].label)
             self._owners = Owners([rows[i].param for i in self._split], process_group)
-            self._owned = Matrices(rows[self._split[i]] for i in self._owners.owned)
+            owned = [rows[self._split[i]] for i in self._owners.owned]
+            self._owned = Matrices((row, row.param.shape) for row in owned)
 
     def write(self) -> None:
         """Of every row that has a gradient."""
@@ -66,11 +67,12 @@ class Part(NamedTuple):
 class Matrices:
     """Parameters whose matrices become directions, many of one shape at a time."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[tuple[Row, torch.Size]]) -> None:
+        """With the shape of what of a row's parameter is at hand, in whole matrices."""
         self._complex: list[bool] = []
         alike: dict[Any, list[Part]] = {}
-        for place, row in enumerate(rows):
-            shape, spectral = row.param.shape, row.spectral
+        for place, (row, shape) in enumerate(rows):
+            spectral = row.spectral
             assert spectral is not None
             self._complex.append(row.param.is_complex())
             if shape.numel():

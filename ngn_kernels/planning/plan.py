@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed.dtensors import is_sharded, is_split, local, same_placement
+from ..distributed.dtensors import is_sharded, local, same_placement
+from ..distributed.owners import has_split_matrices
 from ..formats import REMAINDER, Storage
 from ..layout import Column, Count, Sum
 from ..rules import Rule
@@ -137,7 +138,7 @@ class Plan:
         self.rows = known_rows + [row for _, rows in new for row in rows]
         self._sharded = any(is_sharded(row.param) for row in self.rows)
         self.has_split_matrices = any(
-            row.spectral is not None and is_split(row.param) for row in self.rows
+            has_split_matrices(row.param, row.spectral) for row in self.rows
         )
         added = [row for bucket, rows in new for row in bucket.signature_rows(rows)]
         columns = [bucket.table[Column.G] for bucket in buckets]
@@ -329,7 +330,7 @@ def draft_plan(
         check_param(param, label)
         if participant.spectral is not None:
             check_matrix(param, participant.spectral, label)
-            misplaced |= is_split(param)
+            misplaced |= has_split_matrices(param, participant.spectral)
         check_storage(param, storage_of(rule, storage), label)
         values = state.get(param, {})
         check_state(values, param, rule, label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,6 +124,40 @@ def matrices(dtype: torch.dtype, **options: Any) -> tuple[float, list[bool], lis
     same = [all_alike(q) for q in sharded]
     owners = Owners([q for q in sharded if is_split(q)], dist.group.WORLD)
     return max(errors), same, owners.owned
+
+
+def stacks(placements: Sequence[str]) -> tuple[float, int]:
+    """Stacks of matrices beside one process: how far this rank's parts have strayed, and how many messages
+    with parts of matrices it has sent and received."""
+    ways = [Way((7, 24, 16), (4,) if " " not in p else (2, 2), p) for p in placements]
+    sent: list[Any] = []
+    batch = dist.batch_isend_irecv
+
+    def counted(operations: list[Any]) -> Any:
+        sent.extend(operations)
+        return batch(operations)
+
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(way.shape, generator=generator).double() for way in ways]
+    whole = [Parameter(x.clone()) for x in start]
+    sharded = [Parameter(spread(way, x.clone())) for way, x in zip(ways, start, strict=True)]
+    made: dict[str, Any] = {"lr": 0.1, "spectral": "stack"}
+    one, many = NGNMuon(whole, reduce_group=None, **made), NGNMuon(sharded, **made)
+    dist.batch_isend_irecv = counted
+    try:
+        for k in range(3):
+            for way, p, q in zip(ways, whole, sharded, strict=True):
+                p.grad = torch.randn(way.shape, generator=generator).double()
+                q.grad = spread(way, p.grad)
+            for optimizer in (one, many):
+                optimizer.step(loss=1.0 - 0.1 * k)
+    finally:
+        dist.batch_isend_irecv = batch
+    strayed = [
+        float((part(way, p.detach()) - q.detach()._local_tensor).abs().sum())  # type: ignore[attr-defined]
+        for way, p, q in zip(ways, whole, sharded, strict=True)
+    ]
+    return max(strayed), len(sent)
 
 
 def all_alike(tensor: Any) -> bool:

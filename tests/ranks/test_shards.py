@@ -54,6 +54,14 @@ def test_matrices_are_whole_at_their_owners(
             assert all(same)
 
 
+def test_stacks_of_whole_matrices_stay_where_they_are(ranks: Callable[[int], Pool]) -> None:
+    """Experts are often sharded by their first dimension: each rank has whole matrices then."""
+    for strayed, sent in ranks(4).run(MODULE, "stacks", placements=("S0", "R S0", "S0 S0")):
+        assert strayed < 1e-12 and sent == 0
+    answers = ranks(4).run(MODULE, "stacks", placements=("S0", "S1", "S0 S1"))
+    assert all(strayed < 1e-12 for strayed, _ in answers) and any(sent for _, sent in answers)
+
+
 def test_a_sharded_matrix_needs_all_ranks(ranks: Callable[[int], Pool]) -> None:
     for said in ranks(4).run(MODULE, "alone"):
         assert "is sharded, and this rank steps alone" in said and "reduce_group=None" in said
