@@ -12,6 +12,9 @@ from torch.nn.parameter import is_lazy
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+# Names of a model's last layer, and parts of the names of parameters that are tables of vectors.
+HEADS = ("lm_head", "head", "classifier", "score")
+TABLES = ("embed", "position", "token", "table")
 
 
 def groups(
@@ -40,7 +43,7 @@ def groups(
     decayed: list[tuple[str, Tensor]] = []
     others: list[tuple[str, Tensor]] = []
     for name, param in trained:
-        bare = sum(size > 1 for size in param.shape) < 2 or id(param) in undecayed
+        bare = _is_vector(param) or id(param) in undecayed
         (others if bare else decayed).append((name, param))
     return _not_empty(
         [
@@ -62,16 +65,19 @@ def muon_groups(
     """A model's parameters in the groups of ``NGNMuon``.
 
     Spectral are hidden matrices, convolutions, whose matrices are flat, and stacks of matrices, such as
-    the weights of experts. Embeddings, the head and what is tied to them, vectors and scalars are
-    diagonal: they step along g / D. Vectors and scalars have no weight decay; a parameter of several
-    dimensions of which only one is larger than 1, such as a class token, is a vector. Frozen parameters
-    are left out, and a tied weight is there once.
+    the weights of experts. Embeddings, the head and what is tied to them, norms, vectors and scalars are
+    diagonal: they step along g / D. Norms, vectors and scalars have no weight decay; a parameter of several
+    dimensions of which only one is larger than 1, such as a class token, is a vector. Of parameters that
+    are in no module of torch.nn, tables of vectors are diagonal, too: those with "embed", "position",
+    "token" or "table" in their name, and stacks of one matrix, such as positions of 1 x 197 x 64. Frozen
+    parameters are left out, and a tied weight is there once.
 
     Args:
         model: the module to train.
         weight_decay: of all groups but that of vectors and scalars; by default the optimizer's.
-        head: the name of the module whose weights are diagonal as the model's last ones; by default the
-            last ``nn.Linear`` of the model; "" for a model without a head.
+        head: the name of the module whose weights are diagonal as the model's last ones; by default every
+            ``nn.Linear`` whose own name is lm_head, head, classifier or score, or else the last one of the
+            model; "" for a model without a head.
         diagonal: names of other modules or parameters that are diagonal, such as the first convolution.
         diagonal_lr: lr of the diagonal groups, if it is another one.
         values: further values of all groups, such as ``lr``.
@@ -84,13 +90,15 @@ def muon_groups(
     if isinstance(diagonal, str):
         raise TypeError(f"diagonal={diagonal!r}: must be a list of names, such as [{diagonal!r}]")
     trained = _trained(model, "muon_groups")
-    apart = _of_kind(model, EMBEDDINGS) | _named(model, [*_head(model, head), *diagonal])
+    apart = _of_kind(model, EMBEDDINGS) | _tables(model)
+    apart |= _named(model, [*_heads(model, head), *diagonal])
+    norms = _of_kind(model, NORMS)
     convolutions = _of_kind(model, _ConvNd)
     found: dict[str, list[tuple[str, Tensor]]] = {
         kind: [] for kind in ("matrices", "flat", "stack", "diagonal", "vectors")
     }
     for name, param in trained:
-        if sum(size > 1 for size in param.shape) < 2:
+        if _is_vector(param) or id(param) in norms:
             kind = "vectors"
         elif id(param) in apart:
             kind = "diagonal"
@@ -135,11 +143,27 @@ def _of_kind(model: nn.Module, kind: type | tuple[type, ...]) -> set[int]:
     return {id(p) for m in model.modules() if isinstance(m, kind) for p in m.parameters()}
 
 
-def _head(model: nn.Module, name: str | None) -> list[str]:
-    """The name of the head, if there is one."""
+def _is_vector(param: Tensor) -> bool:
+    return sum(size > 1 for size in param.shape) < 2
+
+
+def _tables(model: nn.Module) -> set[int]:
+    """The parameters of modules of the user's own that are vectors side by side, and no matrix."""
+    return {
+        id(param)
+        for module in model.modules()
+        if not type(module).__module__.startswith("torch.nn.")
+        for name, param in module.named_parameters(recurse=False)
+        if any(word in name.lower() for word in TABLES) or (param.ndim > 2 and param.shape[0] == 1)
+    }
+
+
+def _heads(model: nn.Module, name: str | None) -> list[str]:
+    """The names of the model's last layers, as they are given or usual."""
     if name is not None:
         return [name] if name else []
-    return [n for n, module in model.named_modules() if isinstance(module, nn.Linear)][-1:]
+    linear = [n for n, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [n for n in linear if n.split(".")[-1] in HEADS] or linear[-1:]
 
 
 def _named(model: nn.Module, names: Iterable[str]) -> set[int]:

@@ -607,6 +607,41 @@ def test_vectors_in_more_dimensions_are_vectors() -> None:
     assert vectors[:2] == (False, 0.0)
 
 
+def test_norms_and_tables_of_vectors_are_no_matrices() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pos_embed = Parameter(torch.ones(1, 5, 6))
+            self.positions = Parameter(torch.ones(1, 5, 6))
+            self.class_tokens = Parameter(torch.ones(2, 6))
+            self.relative_position_bias_table = Parameter(torch.ones(9, 2))
+            self.weight = Parameter(torch.ones(6, 4))
+            self.experts = Parameter(torch.ones(3, 8, 4))
+            self.norm = nn.LayerNorm((5, 6))
+            self.norms = nn.LayerNorm((2, 5, 6))
+            self.last = nn.Linear(6, 3, bias=False)
+
+    tables = ["pos_embed", "positions", "class_tokens", "relative_position_bias_table"]
+    norms = ["norm.weight", "norm.bias", "norms.weight", "norms.bias"]
+    assert named(muon_groups(Own())) == [
+        (True, None, ["weight"]),
+        ("stack", None, ["experts"]),
+        (False, None, [*tables, "last.weight"]),
+        (False, 0.0, norms),
+    ]
+
+
+def test_a_head_is_known_by_its_name_wherever_it_stands() -> None:
+    layers = {"lm_head": nn.Linear(4, 9), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}
+    matrices, diagonal, *_ = named(muon_groups(nn.ModuleDict(layers)))
+    assert matrices[2] == ["up.weight", "down.weight"] and diagonal[2] == ["lm_head.weight"]
+    several = {"up": nn.Linear(4, 8), "a": nn.ModuleDict({"score": nn.Linear(8, 3)})}
+    several["b"] = nn.ModuleDict({"classifier": nn.Linear(8, 2)})
+    matrices, diagonal, *_ = named(muon_groups(nn.ModuleDict(several)))
+    assert matrices[2] == ["up.weight"]
+    assert diagonal[2] == ["a.score.weight", "b.classifier.weight"]
+
+
 def test_what_a_weight_is_made_of_is_of_its_module() -> None:
     weight_norm = nn.utils.parametrizations.weight_norm
     model = nn.Sequential(
