@@ -13,8 +13,8 @@ from .errors import INTERRUPTED, BenchError
 USAGE_ERROR = 2
 
 DESCRIPTION = """\
-What does an NGN step cost compared with AdamW's, and what does the memory bandwidth allow?
-How far from the best step size does each optimizer still train?
+What does an NGN step cost compared with AdamW's, and what does the memory
+bandwidth allow? How far from the best step size does each optimizer still train?
 
   ngn-bench step                          the table, in about a minute
   ngn-bench step --workload gpt2 --contenders ngnmdv1,ngnm

@@ -290,8 +290,10 @@ def info_lines(environment: dict[str, Any]) -> list[str]:
         f"threads     {environment['threads']}",
         f"GPUs        {', '.join(environment['gpus']) or 'none'}",
     ]
-    for package, version in environment["packages"].items():
-        lines.append(f"{package:<12}{version or 'not installed'}")
+    packages = environment["packages"]
+    width = max(map(len, packages)) + 1
+    for package, version in packages.items():
+        lines.append(f"{package:<{max(width, 12)}}{version or 'not installed'}")
     for backend, status in environment["backends"].items():
         lines.append(f"backend     {backend} on {environment['device']}: {status}")
     return lines

@@ -49,11 +49,34 @@ def test_sweep_prints_tables_and_writes_pictures(
     assert (out / "runs.jsonl").read_bytes() == before
 
 
-def test_sweep_lists_tasks_and_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_lists_tasks_and_optimizers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["sweep", "--list"]) == 0
     printed = capsys.readouterr().out
     for word in ("lm-transformer++", "imagenet1k-vit-tiny", "alr-smag", "momsps"):
         assert word in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("option", ["--margin", "--weight-decay"])
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "much"])
+def test_bad_numbers_are_refused_before_any_run(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["sweep", f"{option}={value}", *TINY, "--out", str(tmp_path / "out")])
+    assert f"argument {option}: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["toy", "x2x4", "--out", str(tmp_path / "file" / "folder")]) == 2
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_a_known_loss_floor_reaches_the_optimizers(

@@ -31,12 +31,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
 
 
+def _number(kind: type[Number], text: str) -> Number:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
 def positive(kind: type[Number], largest: float = float("inf")) -> Callable[[str], Number]:
     def parse(text: str) -> Number:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        value = _number(kind, text)
         if not 0 < value < float("inf"):
             raise argparse.ArgumentTypeError(f"must be over 0, not {text}")
         if value > largest:
@@ -44,6 +48,13 @@ def positive(kind: type[Number], largest: float = float("inf")) -> Callable[[str
         return value
 
     return parse
+
+
+def at_least_zero(text: str) -> float:
+    value = _number(float, text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be 0 or more, not {text}")
+    return value
 
 
 def names(text: str) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +48,7 @@ def add(commands: shared.Commands) -> None:
     )
     parser.add_argument(
         "--margin",
-        type=float,
+        type=shared.at_least_zero,
         metavar="M",
         help="what counts as good: points of accuracy (0.5) or per cent of perplexity (5)",
     )
@@ -61,7 +63,8 @@ def add(commands: shared.Commands) -> None:
         type=float,
         default=0.0,
         metavar="T",
-        help="each step of NGN optimizers aims at this fraction of the loss, in [0, 1). "
+        help="each step of NGN optimizers takes this fraction of the loss for the lowest that it "
+        "can reach, in [0, 1). "
         f"The default is then {OWN_OPTIMIZERS}",
     )
     parser.add_argument(
@@ -71,7 +74,11 @@ def add(commands: shared.Commands) -> None:
         "which its schedule does not change",
     )
     parser.add_argument(
-        "--weight-decay", type=float, default=0.0, metavar="W", help="of all optimizers (0)"
+        "--weight-decay",
+        type=shared.at_least_zero,
+        default=0.0,
+        metavar="W",
+        help="of all optimizers (0)",
     )
     parser.add_argument(
         "--schedule",
@@ -176,12 +183,21 @@ def _grid(args: argparse.Namespace, names: Sequence[str], common: dict[str, Any]
 def _list() -> int:
     print("Tasks:")
     for name, build in TASKS.items():
-        print(f"  {name:<28} {(build.__doc__ or '').splitlines()[0]}")
+        _print_entry(f"  {name:<28} ", (build.__doc__ or "").splitlines()[0])
     print("  your_file.py:function        A task of your own.\n\nOptimizers:")
     for entry in optimizers.OPTIMIZERS.values():
         state = "" if entry.installed() else f"not installed: {entry.install_command}. "
-        print(f"  {entry.name:<14} {entry.label:<20} {state}{entry.note}".rstrip())
+        _print_entry(f"  {entry.name:<14} {entry.label:<20} ", f"{state}{entry.note}")
     return 0
+
+
+def _print_entry(name: str, text: str) -> None:
+    """A line of a list, which goes on below itself where the terminal ends."""
+    width = shutil.get_terminal_size().columns
+    print(
+        textwrap.fill(text, width, initial_indent=name, subsequent_indent=" " * len(name))
+        or name.rstrip()
+    )
 
 
 def planned(command: str) -> list[RunSpec]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import missing_package
+from ..errors import BenchError, missing_package
 from ..pages.plots import SOURCE_KEY
 from . import optimizers
 from .results import Results
@@ -102,14 +102,17 @@ def save(figure: Figure, path: Path, source: str = "") -> Path:
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight", facecolor="white")
     metadata = PngInfo()
     if source:
         metadata.add_text(SOURCE_KEY, source)
     picture = Image.open(buffer).convert("RGB").quantize(256)
-    picture.save(path, optimize=True, pnginfo=metadata)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path, optimize=True, pnginfo=metadata)
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}") from None
     pyplot().close(figure)
     return path
 
