@@ -15,8 +15,8 @@ def main():
     tokens, alphabet = characters(args.text)
     model = GPT(len(alphabet), CONTEXT)
 
-    # No decay on biases and norms. Each step aims at 0.8 of the current loss, and the schedule
-    # scales the whole step, since ρ is computed at step_cap and not at the schedule's lr.
+    # No decay on biases and norms. Each step takes 0.8 of its loss for the lowest possible one, and
+    # the schedule scales the whole step, since ρ is computed at step_cap and not at the schedule's lr.
     optimizer = NGNMDv1(
         groups(model, weight_decay=0.1),
         lr=1.0,

@@ -53,7 +53,7 @@ class Input(IntEnum):
     GRAD_SCALE = 2  # gradients come multiplied by this; 1 without AMP
     FOUND_INF = 3  # non-zero: AMP found an overflow
     MAX_GRAD_NORM = 4  # infinity: no clipping
-    AIM = 5  # 1 - loss_target: the part of the loss above its floor that a step aims at
+    AIM = 5  # 1 - loss_target: the part of the loss above its floor that a step counts
 
 
 class Sum(IntEnum):

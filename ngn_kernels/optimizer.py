@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
 from .checkpoint import SAVED, LoadedInto, load, plain_state
-from .distributed.dtensors import is_sharded, is_split, local
+from .distributed.dtensors import is_sharded, local
 from .distributed.exchange import ALONE, NOTHING_AGREED, Agreement, Alone, Exchange, Ranks, add_up
+from .distributed.owners import has_split_matrices
 from .formats import Storage
 from .hooks import entrance
 from .layout import Count, Reason, Size
@@ -87,8 +88,8 @@ class NGNOptimizer(Optimizer):
         params: parameters, named parameters, or groups of them.
         defaults: the per-group values, among them ``algorithm``, a key of RULES.
         loss_floor: a lower bound of the loss; steps see ``loss - loss_floor``.
-        loss_target: each step aims at this fraction of the current loss above its floor, in [0, 1);
-            0 is the paper.
+        loss_target: each step takes this fraction of the current loss above its floor for the lowest
+            that the loss can reach, in [0, 1); 0 is the paper.
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
         decay_form: "paper": lr weight_decay x, which enters the momentum; "adamw": the step size times
             weight_decay x, taken off the parameter beside the momentum as AdamW does.
@@ -582,9 +583,8 @@ class NGNOptimizer(Optimizer):
             for number, (spectral, group) in enumerate(
                 zip(self._spectral, self.param_groups, strict=True)
             )
-            if spectral is not None
-            for place, param in enumerate(group["params"])
-            if param.grad is not None and is_split(param)
+            for place, param in enumerate(group["params"] if spectral is not None else ())
+            if param.grad is not None and has_split_matrices(param, spectral)
         ]
 
     def _check_loss(self, loss: float | Tensor) -> None:
