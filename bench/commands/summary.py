@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..lab import figures, precision, summary, target
+from ..lab import figures, muon_page, precision, summary, target
 from ..pages.readme import picture_source
 from ..report import print_table
 from . import shared
 from .sweep import planned
 
-DOCUMENTS = ("docs/stability.md", "docs/precision.md", "docs/loss-target.md")
+DOCUMENTS = ("docs/stability.md", "docs/precision.md", "docs/loss-target.md", "docs/muon.md")
 
 
 def add(commands: shared.Commands) -> None:
@@ -55,20 +55,25 @@ def run(args: argparse.Namespace) -> int:
         """The sweeps of docs/stability.md, and those of the other pages if there are any."""
         return [
             summary.load(folder, planned, index) if (folder / index).exists() else []
-            for index in ("sweeps.json", precision.INDEX, target.INDEX)
+            for index in ("sweeps.json", precision.INDEX, target.INDEX, muon_page.INDEX)
         ]
 
     for source in args.keep:
         added = summary.keep(source / "runs.jsonl", [sweep for page in load() for sweep in page])
         print(f"{added} runs of {source} are kept now")
-    kept, narrow, aimed = load()
+    kept, narrow, aimed, muons = load()
     print_table(summary.summary_table(kept))
-    for sweep in [*kept, *narrow, *aimed]:
+    for sweep in [*kept, *narrow, *aimed, *muons]:
         if sweep.missing:
             print(f"{sweep.title}: {sweep.missing_text()}\n  " + "\n  ".join(sweep.commands))
     stale = []
     images = args.root / "docs" / "images"
-    parts = summary.sections(kept) | precision.sections(narrow, args.root) | target.sections(aimed)
+    parts = (
+        summary.sections(kept)
+        | precision.sections(narrow, args.root)
+        | target.sections(aimed)
+        | muon_page.sections(muons)
+    )
     for path in (args.root / name for name in DOCUMENTS):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         wanted = summary.replaced(text, parts, path)
