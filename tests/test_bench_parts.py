@@ -124,7 +124,23 @@ def test_every_rule_is_tested_and_measured() -> None:
     assert [algorithm.rule_name for algorithm in ALGORITHMS] == list(RULES)
     without_directions = [a.rule_name for a in ALGORITHMS if not a.spectral]
     assert [variant.algorithm for variant in NGN_VARIANTS.values()] == without_directions
-    assert {"ngnmuon:cpu", "ngnmuon:reference", "muon:torch"} <= set(CONTENDERS)
+    assert {"ngnmuon:cpu", "ngnmuon:reference", "muon:torch", "muon:muon-optimizer"} <= set(
+        CONTENDERS
+    )
+
+
+def test_matrices_of_muon_optimizer_are_orthogonalised() -> None:
+    """The others step as with Adam."""
+    pytest.importorskip("muon")
+    matrix, vector = (torch.ones(*shape, requires_grad=True) for shape in ((8, 8), (8,)))
+    optimizer = CONTENDERS["muon:muon-optimizer"].build([matrix, vector], lr=0.1)
+    matrix.grad, vector.grad = torch.eye(8), torch.ones(8)
+    optimizer.step()
+    moved = (1.0 - matrix.detach()) / 0.1
+    assert (
+        0.6 < float(torch.linalg.svdvals(moved).min()) and "exp_avg" not in optimizer.state[matrix]
+    )
+    assert torch.allclose(vector.detach(), torch.full((8,), 0.9))
 
 
 def test_traffic_of_others() -> None:

@@ -23,7 +23,7 @@ from ngn_kernels.rules import RULES
 
 from ..environment import BACKENDS
 from ..errors import BenchError, unknown_name
-from .muon import MuonWithAdamW, build_ngn
+from .muon import MuonWithAdamW, build_ngn, split
 from .plain_torch import PlainNGNMDv1
 from .traffic import PASSES, Passes, format_words, narrowed, passes_of, storage_of, stored
 from .variants import NGN_VARIANTS, NGNVariant
@@ -114,9 +114,13 @@ def _build_from(package: str, module: str, class_name: str, **fixed: Any) -> Bui
     return build
 
 
+MODULES = {"momo-opt": "momo", "muon-optimizer": "muon"}
+"""What packages are called in Python, where it is something else."""
+
+
 def missing_package(package: str) -> str:
     """How to install a missing package; empty if none is missing."""
-    module = "momo" if package == "momo-opt" else package
+    module = MODULES.get(package, package)
     try:
         if not package or importlib.util.find_spec(module) is not None:
             return ""
@@ -161,6 +165,14 @@ def _all_contenders() -> Iterable[Contender]:
     )
     yield Contender(
         "muon:torch", "Muon and AdamW · torch, fused", directed, MuonWithAdamW, opaque=True
+    )
+    yield Contender(
+        "muon:muon-optimizer",
+        "Muon and Adam · muon-optimizer",
+        directed,
+        _build_muon_optimizer,
+        opaque=True,
+        package="muon-optimizer",
     )
     yield Contender(
         "ngnmdv1:plain",
@@ -241,6 +253,17 @@ def _rivals() -> Iterable[Contender]:
         package="deepspeed",
         rival=True,
     )
+
+
+def _build_muon_optimizer(params: list[Tensor], lr: float = 1e-3) -> Optimizer:
+    """Keller Jordan's, on one device."""
+    groups = [
+        {"params": group, "use_muon": of_muon, "lr": lr}
+        for group, of_muon in zip(split(params), (True, False), strict=True)
+        if group
+    ]
+    build = _build_from("muon-optimizer", "muon", "SingleDeviceMuonWithAuxAdam")
+    return build(groups)  # type: ignore[arg-type]
 
 
 def _build_deepspeed(params: list[Tensor], **options: Any) -> Optimizer:
