@@ -263,7 +263,7 @@ def _build_muon_optimizer(params: list[Tensor], lr: float = 1e-3) -> Optimizer:
         if group
     ]
     build = _build_from("muon-optimizer", "muon", "SingleDeviceMuonWithAuxAdam")
-    return build(groups)  # type: ignore[arg-type]
+    return build(groups)
 
 
 def _build_deepspeed(params: list[Tensor], **options: Any) -> Optimizer:
