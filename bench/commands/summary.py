@@ -11,7 +11,13 @@ from ..report import print_table
 from . import shared
 from .sweep import planned
 
-DOCUMENTS = ("docs/stability.md", "docs/precision.md", "docs/loss-target.md", "docs/muon.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/stability.md",
+    "docs/precision.md",
+    "docs/loss-target.md",
+    "docs/muon.md",
+)
 
 
 def add(commands: shared.Commands) -> None:

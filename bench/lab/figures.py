@@ -31,6 +31,7 @@ COLOURS = {
     "dec-ngn-mdv1": "#e7298a",
     "ngn-mdv1w": "#7a0177",
     "ngn-muon": "#c1272d",
+    "ngn-muon-nesterov": "#7a1a1e",
     "ngn-ver2": "#8c564b",
     "sgd": "#b3b3b3",
     "sgdm": "#1f4e9c",
