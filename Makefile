@@ -67,7 +67,7 @@ test-triton: $(BUILT)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
 		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py tests/test_buckets.py
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton \
-		tests/test_target.py tests/test_decay_form.py \
+		tests/test_target.py tests/test_decay_form.py tests/test_nesterov.py \
 		-k "(0.8 and clipping) or telemetry or keeps_the_norm or scales or test_steps[ or narrow_state"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
 		tests/test_layouts.py -k "float32 or expanded or complex"
@@ -80,7 +80,7 @@ test-cuda: $(BUILT)
 	$(BIN)/python -m pytest -q --backend cuda -m essential \
 		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py tests/test_buckets.py
 	$(BIN)/python -m pytest -q --backend cuda \
-		tests/test_target.py tests/test_decay_form.py \
+		tests/test_target.py tests/test_decay_form.py tests/test_nesterov.py \
 		-k "(0.8 and clipping) or telemetry or keeps_the_norm or scales or test_steps[ or narrow_state"
 	$(BIN)/python -m pytest -q --backend cuda -m essential tests/test_layouts.py \
 		-k "float32 or expanded or complex"

@@ -23,6 +23,7 @@ class Rule:
         regularised: bool,
         adamw_decay: bool,
         directed: bool,
+        nesterov: bool,
     ) -> None: ...
 
 # Types and roundings are the numbers of layout.DType and layout.Rounding.

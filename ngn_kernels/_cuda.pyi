@@ -25,6 +25,7 @@ class Launch:
         regularised: bool,
         adamw_decay: bool,
         directed: bool,
+        nesterov: bool,
         table: int,
         rows: int,
         chunks: int,

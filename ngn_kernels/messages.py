@@ -44,7 +44,7 @@ FOREIGN_OPTIONS = {
     "differentiable": "leave it out: no step can be differentiated",
     "maximize": "minimise the negative loss instead, with a loss_floor below it",
     "amsgrad": "leave it out: there is no such variant",
-    "nesterov": "leave it out: there is no such variant",
+    "nesterov": "leave it out: of these optimizers NGNMuon alone has it",
     "dampening": "leave it out: the gradient's share is 1 - momentum",
     "alpha": "it is beta2, or betas[1], here",
     "learning_rate": "it is lr here",

@@ -116,6 +116,7 @@ class NGNOptimizer(Optimizer):
     _max_grad_norm: float | None
     _on_skip: OnSkip
     _decay_form: DecayForm
+    _nesterov = False
     _max_skipped_steps: int | None
     _backend: str
 
@@ -217,10 +218,21 @@ class NGNOptimizer(Optimizer):
 
     @decay_form.setter
     def decay_form(self, value: DecayForm) -> None:
-        inner = self._inner()
-        inner._own_rule = rule_of(self.defaults["algorithm"], value)
-        inner._decay_form = value
-        inner._set_rule(self.rule.momentum)
+        self._inner()._set_forms(value, self.nesterov)
+
+    @property
+    def nesterov(self) -> bool:
+        """Whether the parameter also moves by beta1 times what the displacement has changed."""
+        return self._inner()._nesterov
+
+    @nesterov.setter
+    def nesterov(self, value: bool) -> None:
+        self._inner()._set_forms(self.decay_form, value)
+
+    def _set_forms(self, decay_form: DecayForm, nesterov: bool) -> None:
+        self._own_rule = rule_of(self.defaults["algorithm"], decay_form, nesterov)
+        self._decay_form, self._nesterov = decay_form, nesterov
+        self._set_rule(self.rule.momentum)
 
     @property
     def on_skip(self) -> OnSkip:
@@ -557,7 +569,8 @@ class NGNOptimizer(Optimizer):
     ) -> Agreement:
         """What must be the same on every rank, made again where something has changed."""
         split = self._split_with_gradients()
-        made_of = values, self._options(), self._decay_form, self._spectral, split
+        forms = self._decay_form, self._nesterov
+        made_of = values, self._options(), forms, self._spectral, split
         if plan is None or self._agreed[0] != made_of:
             options = {
                 "the algorithm": self.defaults["algorithm"],
@@ -565,6 +578,7 @@ class NGNOptimizer(Optimizer):
                 "loss_target": self._loss_target,
                 "max_grad_norm": self._max_grad_norm,
                 "decay_form": self._decay_form,
+                "nesterov": self._nesterov,
             }
             groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
             params = [p for group in self.param_groups for p in group["params"]]
@@ -765,6 +779,7 @@ class NGNOptimizer(Optimizer):
             "_loss_target": self._loss_target,
             "_max_grad_norm": self._max_grad_norm,
             "_decay_form": self._decay_form,
+            "_nesterov": self._nesterov,
             "_on_skip": self._on_skip,
             "_max_skipped_steps": self._max_skipped_steps,
             "_backend": self._backend,
@@ -780,7 +795,8 @@ class NGNOptimizer(Optimizer):
         if "_backend" in state:  # unpickled or copied, not merely loaded
             for name, value in NEWER.items():
                 self.__dict__.setdefault(name, value)
-            self._own_rule = rule_of(self.defaults["algorithm"], self._decay_form)
+            forms = self._decay_form, self._nesterov
+            self._own_rule = rule_of(self.defaults["algorithm"], *forms)
             self._forget()
             self._pending.backwards.watch(self.param_groups)
         self._plan = None
@@ -815,8 +831,8 @@ class NGNOptimizer(Optimizer):
 
         Unlike torch's, it recasts state only if ``state=`` says so, and copies every tensor.
         Everything is checked before anything changes. ``skipped_steps`` is restored; this
-        optimizer keeps its own ``loss_floor``, ``loss_target``, ``max_grad_norm`` and ``decay_form``,
-        and warns of other saved ones.
+        optimizer keeps its own ``loss_floor``, ``loss_target``, ``max_grad_norm``, ``decay_form`` and
+        ``nesterov``, and warns of other saved ones.
         """
         if self._inner() is not self:
             return self._inner().load_state_dict(state_dict)

@@ -531,7 +531,10 @@ class NGNMuon(NGNOptimizer):
 
     polar(g) = U V^T for g = U S V^T, so that sum(g d) of a matrix is s times the sum of its singular
     values. Newton-Schulz computes it, once a step; its polynomials bring singular values to about 1.
-    Momentum is of displacements, where Muon has that of gradients.
+    Momentum is of displacements, where Muon has that of gradients. With ``nesterov=True``
+
+        m  <- b1 m + (1 - b1) c rho d
+        x  <- x - (m + b1 (m - the m before)) - rho c l x
 
     Args:
         params: matrices, or groups such as ``ngn_kernels.muon_groups(model)`` makes.
@@ -552,6 +555,7 @@ class NGNMuon(NGNOptimizer):
         weight_decay: l, decoupled; it enters the momentum.
         step_cap: the step size that rho is computed at, so that lr and its schedule scale the whole
             step; None: this step's lr.
+        nesterov: Nesterov's momentum; it needs ``decay_form="adamw"``.
 
     The other options are the same for all algorithms: ``NGNOptimizer`` explains them.
     """
@@ -574,6 +578,7 @@ class NGNMuon(NGNOptimizer):
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
         decay_form: DecayForm = "paper",
+        nesterov: bool = False,
         on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
@@ -612,3 +617,4 @@ class NGNMuon(NGNOptimizer):
             replicas=replicas,
             loss_reduction=loss_reduction,
         )
+        self.nesterov = nesterov

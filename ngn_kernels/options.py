@@ -30,6 +30,7 @@ PER_OPTIMIZER = (
         "loss_target",
         "max_grad_norm",
         "decay_form",
+        "nesterov",
         "on_skip",
         "max_skipped_steps",
         "backend",
@@ -42,7 +43,7 @@ PER_OPTIMIZER = (
 
 
 # Saved with a run; one that loads it keeps its own and warns of others.
-SAVED_OPTIONS = ("loss_floor", "loss_target", "max_grad_norm", "decay_form")
+SAVED_OPTIONS = ("loss_floor", "loss_target", "max_grad_norm", "decay_form", "nesterov")
 
 
 # Values of groups that say whether and how gradients become directions in the spectral norm.

@@ -21,6 +21,7 @@ class Rule:
         adamw_decay: weight decay is taken off the parameter beside the displacement, so that
             momentum does not keep it, and follows gamma, the step size that is taken, not c.
         directed: the direction d that takes the place of g / D is given, in a column of its own.
+        nesterov: the parameter moves ahead of the displacement, by beta1 times what this has changed.
     """
 
     momentum: bool = False
@@ -29,6 +30,7 @@ class Rule:
     regularised: bool = False
     adamw_decay: bool = False
     directed: bool = False
+    nesterov: bool = False
 
     @property
     def reduce_reads(self) -> tuple[str, ...]:
@@ -64,7 +66,8 @@ class Rule:
         its own reduce. Momentum plays no part in a sum, so it is off here and a backend needs no
         variants for it.
         """
-        own = () if self.coordinate else (replace(self, momentum=False, adamw_decay=False),)
+        plain = replace(self, momentum=False, adamw_decay=False, nesterov=False)
+        own = () if self.coordinate else (plain,)
         return (NORM, *own) if clipping and (self.coordinate or self.sums_clipped) else own
 
     def with_directions(self) -> Rule:
@@ -92,8 +95,8 @@ RULES: dict[str, Rule] = {
 DECAY_FORMS = ("paper", "adamw")
 
 
-def rule_of(algorithm: str, decay_form: str) -> Rule:
-    """The rule of an algorithm, with one of the two forms of weight decay."""
+def rule_of(algorithm: str, decay_form: str, nesterov: bool = False) -> Rule:
+    """The rule of an algorithm, with one of the two forms of weight decay, and of momentum."""
     if decay_form not in DECAY_FORMS:
         raise ValueError(f'decay_form={decay_form!r}: must be "paper" or "adamw"')
     rule = RULES[algorithm]
@@ -101,4 +104,11 @@ def rule_of(algorithm: str, decay_form: str) -> Rule:
         raise ValueError(
             f'{algorithm} is a form of weight decay of its own: use NGNMDv1(..., decay_form="adamw")'
         )
-    return replace(rule, adamw_decay=decay_form == "adamw")
+    if not isinstance(nesterov, bool):
+        raise TypeError(f"nesterov={nesterov!r}: must be True or False")
+    if nesterov and decay_form != "adamw":
+        raise ValueError(
+            'nesterov=True is for decay_form="adamw": the paper\'s weight decay is part of the momentum, and '
+            "its momentum is not Nesterov's"
+        )
+    return replace(rule, adamw_decay=decay_form == "adamw", nesterov=nesterov)

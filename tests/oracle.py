@@ -129,6 +129,7 @@ class Oracle:
     loss_target: float = 0.0
     max_grad_norm: float | None = None
     adamw_decay: bool = False
+    nesterov: bool = False
     step_sizes: list[float] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -219,6 +220,13 @@ class Oracle:
             step = -group.schedule * (1 - group.beta1) * direction
             variable.x = np.asarray(decayed + step + group.beta1 * (x - previous))
             variable.previous = decayed
+            if (
+                self.nesterov
+            ):  # as if the next step had no gradient, and began with the change of this one
+                velocity, change = variable.x - decayed, variable.x - decayed - (x - previous)
+                variable.x = np.asarray(variable.x + group.beta1 * change)
+                variable.previous = variable.x - velocity
+                variable.moved *= 1 + group.beta1
             return
         kept = x / (1 + decay) if self.algorithm == "NGNMDv1W" else x - decay * x
         step = (kept - x) - (1 - group.beta1) * direction

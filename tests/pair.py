@@ -128,6 +128,7 @@ class Pair:
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
         decay_form: str = "paper",
+        nesterov: bool = False,
     ) -> None:
         self.algorithm = algorithm
         self.optimizer = optimizer
@@ -135,6 +136,7 @@ class Pair:
         self.loss_target = loss_target
         self.max_grad_norm = max_grad_norm
         self.decay_form = decay_form
+        self.nesterov = nesterov
         self.sync()
 
     def sync(self) -> None:
@@ -147,6 +149,7 @@ class Pair:
             loss_target=self.loss_target,
             max_grad_norm=self.max_grad_norm,
             adamw_decay=self.decay_form == "adamw",
+            nesterov=self.nesterov,
         )
         for p, group in self._params():
             state = numbers_in(self.optimizer, p)

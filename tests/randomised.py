@@ -138,7 +138,7 @@ class Run(RandomisedRun):
             self.kind = "wide"
         self.options = {"max_grad_norm": rng.choice((None, None, 0.5))}
         self.options["loss_floor"] = rng.choice((0.0, -1.0, 0.3))
-        self.options["decay_form"] = self.new_decay_form(rng)
+        self.options |= self.new_forms(rng)
         self.options["loss_target"] = rng.choice((0.0, 0.0, 0.8))
         built, self.narrow_types = rng.choice(NARROW) if self.kind == "narrow" else ({}, ())
         columns = [
@@ -181,8 +181,11 @@ class Run(RandomisedRun):
             spectral=rng.choice(("flat", False)),
         )
 
-    def new_decay_form(self, rng: random.Random) -> str:
-        return "paper" if self.algorithm.name == "NGNMDv1W" else rng.choice(("paper", "adamw"))
+    def new_forms(self, rng: random.Random) -> dict[str, Any]:
+        """Of weight decay and, where it is an option, of momentum."""
+        form = "paper" if self.algorithm.name == "NGNMDv1W" else rng.choice(("paper", "adamw"))
+        ahead = form == "adamw" and rng.random() < 0.5
+        return {"decay_form": form} | ({"nesterov": ahead} if self.algorithm.spectral else {})
 
     def tensor(self, rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         values = 0.5 * torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -381,8 +384,9 @@ def options_change(run: Run, rng: random.Random) -> None:
         "max_grad_norm": rng.choice((None, 0.1, 2.0)),
         "loss_floor": rng.choice((0.0, -2.0, 0.25)),
         "loss_target": rng.choice((0.0, 0.5, 0.99)),
-        "decay_form": run.new_decay_form(rng),
+        **run.new_forms(rng),
     }
+    run.optimizer.nesterov = False  # with which any form of decay goes
     for name, value in run.options.items():
         setattr(run.optimizer, name, value)
 

@@ -269,6 +269,7 @@ def test_more_than_two_to_the_31_elements() -> None:
         regularised=False,
         adamw_decay=False,
         directed=False,
+        nesterov=False,
     )
     tables.reduce(rule, 2)
     tables.apply(rule, 2, True)
@@ -354,6 +355,7 @@ def test_the_bindings_check_for_missing_state() -> None:
         "regularised": False,
         "adamw_decay": False,
         "directed": False,
+        "nesterov": False,
     }
     with pytest.raises(ValueError, match="no momentum buffer"):
         tables.apply(_cpu.Rule(**{**flags, "momentum": True}), 1, True)

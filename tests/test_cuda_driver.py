@@ -322,7 +322,9 @@ GOOD: dict[str, Any] = {
     **dict.fromkeys(("rows", "chunk_count", "group_count", "bucket_count"), 1),
     **{"chunk_size": 2048, "index": 0, "device": 0, "rounding": Rounding.NEAREST},
     **dict.fromkeys(("x_type", "g_type", "m_type", "v_type"), DType.FLOAT32),
-    **dict.fromkeys(("momentum", "coordinate", "regularised", "adamw_decay", "directed"), False),
+    **dict.fromkeys(
+        ("momentum", "coordinate", "regularised", "adamw_decay", "directed", "nesterov"), False
+    ),
     **{"rms": False, "updates": True},
 }
 

@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from algorithms import ALGORITHMS, EVERY, EVERY_BUCKET, NGNM, Algorithm, NGNMDv1, NGNMDv1W, NGNMDv2
+from algorithms import (
+    ALGORITHMS,
+    EVERY,
+    EVERY_BUCKET,
+    NGNM,
+    Algorithm,
+    NGNMDv1,
+    NGNMDv1W,
+    NGNMDv2,
+    NGNMuon,
+)
 from gpu_engines import EACH_ENGINE, EVERY_TARGET, on, simulated
 from helpers import (
     bits,
@@ -109,6 +119,15 @@ def test_a_target_and_a_cap(algorithm: Algorithm, gpu: Any) -> None:
         pair.optimizer.param_groups[1]["step_cap"] = cap
     norm = torch.cat([p.grad.flatten() for p in params_of(pair.optimizer)]).norm()
     assert float(pair.optimizer.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("state", ["float32", "8bit"])
+def test_nesterov(state: str, gpu: Any) -> None:
+    """In spectral groups and others."""
+    options = {"decay_form": "adamw", "nesterov": True, "max_grad_norm": 1.0, "state": state}
+    run(
+        steps(gpu, NGNMuon, random_columns(([(70, 65), (5, 7)], [(4101,), (64, 65)])), 3, **options)
+    )
 
 
 @EVERY

@@ -54,27 +54,6 @@ def test_ngn_scion_without_momentum_is_ngn_muon(alpha: float) -> None:
     assert float(optimizer.shrink) * 0.3 == pytest.approx(scion.last_step_size)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.6])
-def test_nesterovs_momentum(beta: float) -> None:
-    """The step is that of the momentum of the next step, without its gradient."""
-    params, plain = start(), start()
-    optimizer = muon.ngn_muon(params, 0.3, (beta, 0.9), 0.0, nesterov=True)
-    other = muon.ngn_muon(plain, 0.3, (beta, 0.9), 0.0)
-    m = [np.zeros(shape) for shape in SHAPES]
-    for k in range(4):
-        x = [real64(p) for p in params]
-        optimizer.step(loss=give(params, k))  # type: ignore[call-arg]
-        other.step(loss=give(plain, k))  # type: ignore[call-arg]
-        for i, p in enumerate(params):
-            kept = optimizer.state[p].get("momentum_buffer")
-            new = x[i] - real64(p) if kept is None else real64(kept)
-            ahead = beta * new + (new - beta * m[i])
-            np.testing.assert_allclose(real64(p), x[i] - ahead, rtol=1e-12)
-            m[i] = new
-            if beta == 0:
-                np.testing.assert_allclose(real64(p), real64(plain[i]), rtol=1e-12)
-
-
 def test_ngn_scion() -> None:
     params = start()
     scion = muon.NGNScion(params, 0.3, (0.6, 0.9), 0.0)

@@ -99,6 +99,9 @@ def test_no_race_in_any_variant(start: Any) -> None:
     for algorithm in (NGNM, NGNMDv1, NGNMDv2, DIRECTED):
         columns = random_columns(SHAPES)
         train(algorithm.build(columns, backend="triton", decay_form="adamw"), 0)
+    for algorithm in (NGNMuon, DIRECTED):
+        ahead = {"decay_form": "adamw", "nesterov": True}
+        train(algorithm.build(random_columns(SHAPES), backend="triton", **ahead), 0)
     wanted = {(v.kernel, *map(str, v.constants.values())) for v in variants()}
     assert backend.launched == wanted
 
@@ -112,12 +115,14 @@ def test_no_race_in_narrow_numbers(start: Any) -> None:
         wanted.add((variant.kernel, *map(str, variant.constants.values())))
         names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
         state = tuple(names.get(dtype, "8bit") for dtype in (variant.m, variant.v))
-        rule = replace(variant.rule, adamw_decay=False)
+        rule = replace(variant.rule, adamw_decay=False, nesterov=False)
         alike = [a for a in ALGORITHMS if RULES[a.rule_name] == rule]
-        algorithm = DIRECTED if rule.directed else alike[0]
+        algorithm = DIRECTED if rule.directed else alike[-1 if variant.rule.nesterov else 0]
         columns = random_columns(([(4100,)], [(4161,)]), variant.param)
         form = "adamw" if variant.rule.adamw_decay else "paper"
         options = {"state": state, "rounding": variant.rounding, "decay_form": form}
+        if variant.rule.nesterov:
+            options["nesterov"] = True
         train(algorithm.build(columns, backend="triton", **options), 0)
     assert wanted <= backend.launched
 

@@ -105,7 +105,15 @@ class Variant:
         return columns
 
     def __str__(self) -> str:
-        flags = ("momentum", "coordinate", "rms", "regularised", "adamw_decay", "directed")
+        flags = (
+            "momentum",
+            "coordinate",
+            "rms",
+            "regularised",
+            "adamw_decay",
+            "directed",
+            "nesterov",
+        )
         names = [flag for flag in flags if getattr(self.rule, flag)] or ["plain"]
         text = f"{self.kernel} {'+'.join(names)} x:{short(self.param)} g:{short(self.grad)}"
         read = column_types(self.kernel, self.rule, self.key)
@@ -138,6 +146,9 @@ def variants(types: tuple[torch.dtype, ...] = STORAGE) -> Iterator[Variant]:
     for name in ("NGNM", "NGNMDv1", "NGNMDv2"):
         yield Variant("apply", rule_of(name, "adamw"), torch.float32, torch.float32)
     yield Variant("apply", replace(DIRECTED, adamw_decay=True), torch.float32, torch.float32)
+    ahead = rule_of("NGNMuon", "adamw", nesterov=True)
+    for rule in (ahead, ahead.with_directions()):
+        yield Variant("apply", rule, torch.float32, torch.float32)
 
 
 def narrow_variants() -> Iterator[Variant]:
@@ -151,6 +162,7 @@ def narrow_variants() -> Iterator[Variant]:
     yield Variant("reduce", RULES["NGNMDv1"], single, single, *quantised)
     yield Variant("apply", RULES["NGNMDv2"], single, single, *quantised)
     yield Variant("apply", DIRECTED, single, half, torch.int8, torch.float32)
+    yield Variant("apply", rule_of("NGNMuon", "adamw", nesterov=True), single, single, *quantised)
     yield Variant("apply", RULES["NGNMDv1W"], half, half, *quantised, "exact")
     yield Variant("reduce", RULES["NGNMDv1W"], half, half, *quantised, "exact")
 

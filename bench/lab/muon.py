@@ -6,7 +6,7 @@ In all of them hidden matrices step with `lr`, and the other parameters with `OT
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,34 +43,12 @@ def groups_of(source: Source, lr: float) -> list[dict[str, Any]]:
     return found
 
 
-class NesterovMuon(ngn_kernels.NGNMuon):
-    """``NGNMuon`` with Nesterov's momentum, x ← x − (β₁ m + (1 − β₁) c ρ d) with the new m.
-
-    That is x ← x − m − β₁ (m − m₋), of which the second part is done here.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Any = None, *, loss: Any = None) -> Any:
-        before = {p: m.clone() for p, m, _ in self._momenta()}
-        result = super().step(closure, loss=loss)
-        for param, momentum, beta in self._momenta():
-            param.sub_(momentum - before.get(param, torch.zeros_like(momentum)), alpha=beta)
-        return result
-
-    def _momenta(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if "momentum_buffer" in self.state[param]:
-                    yield param, self.state[param]["momentum_buffer"], group["betas"][0]
-
-
 def ngn_muon(
     source: Source,
     lr: float,
     betas: Betas,
     weight_decay: float,
     step_cap: float | None = None,
-    nesterov: bool = False,
     **options: Any,
 ) -> Optimizer:
     groups = groups_of(source, lr)

@@ -148,7 +148,7 @@ def _entries() -> Iterable[Entry]:
     yield Entry("ngn-mdv1w", "NGN-MDv1W", _ngn("NGNMDv1W", _both_betas), coordinate, **ngn)
     matrices: dict[str, Any] = {"family": orthogonal, "of_model": True}
     yield Entry("ngn-muon", "NGN-Muon", muon.ngn_muon, **ngn, **matrices)
-    nesterov = functools.partial(muon.ngn_muon, nesterov=True)
+    nesterov = functools.partial(muon.ngn_muon, nesterov=True, decay_form="adamw")
     yield Entry("ngn-muon-nesterov", "NGN-Muon, Nesterov", nesterov, **ngn, **matrices)
     yield Entry("ngn-ver2", "NGN Ver. 2", _without_decay(baselines.NGNVer2), gradient, True)
 

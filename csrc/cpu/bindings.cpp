@@ -201,11 +201,12 @@ PYBIND11_MODULE(_cpu, module) {
   module.attr("SOURCES_CHECKSUM") = ngn::SOURCES_CHECKSUM;
 
   py::class_<Rule>(module, "Rule")
-      .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised, bool adamw_decay, bool directed) {
-             return Rule{momentum, coordinate, rms, regularised, adamw_decay, directed};
+      .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised, bool adamw_decay, bool directed,
+                       bool nesterov) {
+             return Rule{momentum, coordinate, rms, regularised, adamw_decay, directed, nesterov};
            }),
            py::kw_only(), py::arg("momentum"), py::arg("coordinate"), py::arg("rms"), py::arg("regularised"),
-           py::arg("adamw_decay"), py::arg("directed"));
+           py::arg("adamw_decay"), py::arg("directed"), py::arg("nesterov"));
 
   // noconvert: Python and the engine must share the memory of the tables.
   py::class_<BucketTables>(module, "Bucket")

@@ -36,9 +36,12 @@ decltype(auto) dispatch_apply(const Rule& rule, F&& f) {
   });
 }
 
-// f(DECAY); without momentum there is one place for decay.
+// f(DECAY); without momentum there is one place for decay, and nothing to move ahead by.
 template <bool MOMENTUM, typename F>
 decltype(auto) dispatch_decay(const Rule& rule, bool any, F&& f) {
+  if constexpr (MOMENTUM) {
+    if (rule.nesterov) return f(std::integral_constant<Decay, Decay::apart_and_ahead>{});
+  }
   if (!any) return f(std::integral_constant<Decay, Decay::none>{});
   if constexpr (MOMENTUM) {
     if (rule.adamw_decay) return f(std::integral_constant<Decay, Decay::apart>{});

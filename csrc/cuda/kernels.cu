@@ -240,7 +240,7 @@ __device__ inline bool apply_span(const Launch& launch, const Work& work, int64_
   const Coefficients<float> k = work.k;
   const bool exact = NARROW && bucket.rounding == Rounding::exact;
   const bool stochastic = NARROW && bucket.rounding == Rounding::stochastic;
-  const bool apart = launch.adamw_decay;
+  const bool apart = launch.adamw_decay, ahead = launch.nesterov;
   bool kept = false;
 #pragma unroll 1
   for (int i = 0; i < n; i += Layout::SPAN) {
@@ -268,7 +268,9 @@ __device__ inline bool apply_span(const Launch& launch, const Work& work, int64_
       Element<float> element = old;
       const float gradient = k.gradient_scale * g_value[j];
       const Draft<float> half = draft<COORDINATE, RMS>(old.v, gradient, k);
-      if (MOMENTUM && apart) {
+      if (MOMENTUM && ahead) {
+        update<MOMENTUM, Decay::apart_and_ahead>(element, half, gradient, k);
+      } else if (MOMENTUM && apart) {
         update<MOMENTUM, Decay::apart>(element, half, gradient, k);
       } else {
         update<MOMENTUM, Decay::in_displacement>(element, half, gradient, k);
@@ -345,7 +347,7 @@ __device__ inline void apply(const Launch& launch) {
   __shared__ Sums total;
   __shared__ Shrink step;
   const Bucket& bucket = launch.bucket;
-  const Rule rule = {MOMENTUM, COORDINATE, RMS, launch.regularised, launch.adamw_decay, launch.directed};
+  const Rule rule = {MOMENTUM, COORDINATE, RMS, launch.regularised, launch.adamw_decay, launch.directed, launch.nesterov};
   const int64_t i_chunk = COORDINATE || !sums_clipped(rule) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   if (threadIdx.x == 0) {
     locate<true, MOMENTUM, RMS, false, STORAGE>(launch, i_chunk, work);

@@ -22,6 +22,7 @@ struct Launch {
   bool regularised;    // of the rule: what the loop of an update depends on at run time
   bool adamw_decay;
   bool directed;       // a sum is over g d; an update reads d in the place of g
+  bool nesterov;
   bool last;           // the step's last bucket
   int64_t chunk_size;  // elements
   uint32_t* ticket;    // chunks that are done

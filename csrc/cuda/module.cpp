@@ -135,8 +135,8 @@ PYBIND11_MODULE(_cuda, module) {
 
   py::class_<Launch>(module, "Launch")
       .def(py::init([](std::shared_ptr<Engine> engine, int device, bool updates, bool momentum, bool coordinate, bool rms,
-                       bool regularised, bool adamw_decay, bool directed, uintptr_t table, int64_t rows, uintptr_t chunks,
-                       int64_t chunk_count, int64_t chunk_size, uintptr_t groups, int64_t group_count, uintptr_t inputs,
+                       bool regularised, bool adamw_decay, bool directed, bool nesterov, uintptr_t table, int64_t rows,
+                       uintptr_t chunks, int64_t chunk_count, int64_t chunk_size, uintptr_t groups, int64_t group_count, uintptr_t inputs,
                        uintptr_t sums, uintptr_t totals, int64_t bucket_count, int64_t index, uintptr_t partials,
                        uintptr_t counts, uintptr_t sizes, uintptr_t ticket, int x_type, int g_type, int m_type,
                        int v_type, int rounding) {
@@ -175,15 +175,16 @@ PYBIND11_MODULE(_cuda, module) {
              launch.regularised = regularised;
              launch.adamw_decay = adamw_decay;
              launch.directed = directed;
+             launch.nesterov = nesterov;
              if (directed && updates) bucket.g_type = DType::float32;  // of the direction, which is read in g's place
              launch.ticket = at<uint32_t>(ticket);
-             const Rule rule = {momentum, coordinate, rms, regularised, adamw_decay, directed};
+             const Rule rule = {momentum, coordinate, rms, regularised, adamw_decay, directed, nesterov};
              check(!directed || !(rms || coordinate), "given directions have no rms and no step size of their own");
              return std::make_unique<Launch>(std::move(engine), device, updates, rule, launch);
            }),
            py::kw_only(), py::arg("engine"), py::arg("device"), py::arg("updates"), py::arg("momentum"),
            py::arg("coordinate"), py::arg("rms"), py::arg("regularised"), py::arg("adamw_decay"), py::arg("directed"),
-           py::arg("table"), py::arg("rows"), py::arg("chunks"), py::arg("chunk_count"), py::arg("chunk_size"), py::arg("groups"),
+           py::arg("nesterov"), py::arg("table"), py::arg("rows"), py::arg("chunks"), py::arg("chunk_count"), py::arg("chunk_size"), py::arg("groups"),
            py::arg("group_count"), py::arg("inputs"), py::arg("sums"), py::arg("totals"), py::arg("bucket_count"),
            py::arg("index"), py::arg("partials"), py::arg("counts"), py::arg("sizes"), py::arg("ticket"),
            py::arg("x_type"), py::arg("g_type"), py::arg("m_type"), py::arg("v_type"), py::arg("rounding"))

@@ -191,8 +191,9 @@ NGN_HD inline Draft<V> draft(V v, V g, const Coefficients<T>& k) {
   return {v, divisor};
 }
 
-// Where weight decay goes: into the displacement, which momentum keeps, or off the parameter alone.
-enum class Decay { none, in_displacement, apart };
+// Where weight decay goes: into the displacement, which momentum keeps, or off the parameter alone. There the parameter
+// may also move ahead, by Nesterov's momentum.
+enum class Decay { none, in_displacement, apart, apart_and_ahead };
 
 // The second half: x, m, v to their new values.
 template <bool MOMENTUM, Decay DECAY, typename V, typename T>
@@ -202,8 +203,10 @@ NGN_HD inline void update(Element<V>& element, const Draft<V>& draft, V g, const
   V displacement = k.step * g / draft.divisor;
   if constexpr (DECAY == Decay::in_displacement) displacement = multiply_add(all<V>(k.decay), x, displacement);
   if constexpr (MOMENTUM) displacement = multiply_add(all<V>(k.beta1), m, displacement);
+  const V before = m;
   m = displacement;
-  if constexpr (DECAY == Decay::apart) displacement = multiply_add(all<V>(k.decay), x, displacement);
+  if constexpr (DECAY >= Decay::apart) displacement = multiply_add(all<V>(k.decay), x, displacement);
+  if constexpr (DECAY == Decay::apart_and_ahead) displacement = multiply_add(all<V>(k.beta1), m - before, displacement);
   x = x - displacement;
 }
 

@@ -19,7 +19,7 @@
 namespace ngn {
 
 struct Rule {
-  bool momentum, coordinate, rms, regularised, adamw_decay, directed;
+  bool momentum, coordinate, rms, regularised, adamw_decay, directed, nesterov;
 };
 
 constexpr int COLUMNS = sizeof(TensorRow) / sizeof(int64_t);

@@ -94,6 +94,7 @@ def _rule_of(rule: Rule) -> _cpu.Rule:
         regularised=rule.regularised,
         adamw_decay=rule.adamw_decay,
         directed=rule.directed,
+        nesterov=rule.nesterov,
     )
 
 

@@ -80,6 +80,7 @@ class CudaBucket(GpuBucket):
             regularised=rule.regularised,
             adamw_decay=rule.adamw_decay,
             directed=rule.directed,
+            nesterov=rule.nesterov,
             table=self.table.data_ptr(),
             rows=len(self.bucket.rows),
             chunks=self.chunks.data_ptr(),

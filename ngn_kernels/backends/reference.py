@@ -125,6 +125,8 @@ def update(
     if m is not None:
         m_new = m_new + k.beta1 * m
     displacement = m_new + decayed if rule.adamw_decay else m_new
+    if rule.nesterov and m is not None:
+        displacement = displacement + k.beta1 * (m_new - m)
     return x - displacement, m_new, v_new
 
 

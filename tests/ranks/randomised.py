@@ -205,6 +205,7 @@ class Run(RandomisedRun):
         self.oracle.loss_floor = float(self.options["loss_floor"] or 0.0)
         self.oracle.loss_target = self.options["loss_target"]
         self.oracle.adamw_decay = self.options["decay_form"] == "adamw"
+        self.oracle.nesterov = self.options.get("nesterov", False)
         self.oracle.max_grad_norm = self.options["max_grad_norm"]
         columns: list[list[Array | None]] = [[], []]
         for part, gradient in zip(self.parts, self.gradients, strict=True):
@@ -298,6 +299,9 @@ def options_change(run: Run, rng: random.Random) -> None:
         if run.algorithm.name == "NGNMDv1W"
         else rng.choice(("paper", "adamw")),
     }
+    if run.algorithm.spectral:
+        run.options["nesterov"] = run.options["decay_form"] == "adamw" and rng.random() < 0.5
+        run.optimizer.nesterov = False  # with which any form of decay goes
     for name, value in run.options.items():
         setattr(run.optimizer, name, value)
 

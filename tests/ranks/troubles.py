@@ -270,6 +270,10 @@ TROUBLES: dict[str, tuple[Trouble, str]] = {
         spoiled(lambda p, o: setattr(o, "decay_form", "adamw")),
         "disagree on decay_form: rank 0 has paper, rank 1 has adamw",
     ),
+    "another momentum": (
+        made(lambda p, bad: NGNMuon([one_matrix()], decay_form="adamw", nesterov=bad)),
+        "disagree on nesterov: rank 0 has False, rank 1 has True",
+    ),
     "another step_cap": (
         spoiled(lambda p, o: o.param_groups[0].update(step_cap=3.0)),
         "disagree on step_cap of group 0: rank 0 has None, rank 1 has 3.0; ",

@@ -46,6 +46,7 @@ def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
         "MOMENTUM": rule.momentum,
         "COORDINATE": rule.coordinate,
         "ADAMW_DECAY": rule.adamw_decay,
+        "NESTEROV": rule.nesterov,
     }
     columns = "xgmv" if kernel == "apply" else "xgv"
     # Only reading parameters does not depend on their rounding, except for exact ones' remainders.

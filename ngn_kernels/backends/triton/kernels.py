@@ -231,12 +231,18 @@ def draft(b_v, b_g, k, k_v, COORDINATE: tl.constexpr, RMS: tl.constexpr):
 
 
 @device
-def update(b_x, b_m, b_displacement, k, MOMENTUM: tl.constexpr, ADAMW_DECAY: tl.constexpr):
+def update(
+    b_x, b_m, b_displacement, k,
+    MOMENTUM: tl.constexpr, ADAMW_DECAY: tl.constexpr, NESTEROV: tl.constexpr,
+):
     """The second half: the new x and m."""
     gradient_scale, beta1, step, flatness, curvature, decay = k
     if MOMENTUM and ADAMW_DECAY:
         b_m_new = b_displacement + beta1 * b_m
-        return b_x - (b_m_new + decay * b_x), b_m_new
+        b_displacement = b_m_new + decay * b_x
+        if NESTEROV:
+            b_displacement += beta1 * (b_m_new - b_m)
+        return b_x - b_displacement, b_m_new
     b_displacement += decay * b_x
     if MOMENTUM:
         b_displacement += beta1 * b_m
@@ -395,8 +401,8 @@ def reduce(
 @device
 def apply_span(
     row, n_rows, begin, n, k, k_v,
-    MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, ADAMW_DECAY: tl.constexpr, RMS: tl.constexpr,
-    DIRECTED: tl.constexpr,
+    MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, ADAMW_DECAY: tl.constexpr,
+    NESTEROV: tl.constexpr, RMS: tl.constexpr, DIRECTED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     ROUNDING: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -420,7 +426,7 @@ def apply_span(
         if MOMENTUM:
             b_m = load(p_m, i, n, M_TYPE, VECTOR, BLOCK)
         b_x = load(p_x, i, n, X_TYPE, VECTOR, BLOCK, ROUNDING)
-        b_x_new, b_m_new = update(b_x, b_m, b_displacement, k, MOMENTUM, ADAMW_DECAY)
+        b_x_new, b_m_new = update(b_x, b_m, b_displacement, k, MOMENTUM, ADAMW_DECAY, NESTEROV)
         b_fits = fits(b_x_new, b_m_new, b_v_new, MOMENTUM, RMS, X_TYPE, M_TYPE, V_TYPE, ROUNDING)
         b_random = noise(words, i + tl.arange(0, BLOCK)) if RANDOM else 0
         b_other = other_noise(b_random) if ROUNDING == STOCHASTIC else 0
@@ -496,7 +502,7 @@ def apply(
     table, chunks, groups, inputs, totals, counts, sizes, ticket,
     n_rows, n_chunks, chunk_size, n_buckets, n_groups, last,
     MOMENTUM: tl.constexpr, COORDINATE: tl.constexpr, ADAMW_DECAY: tl.constexpr,
-    RMS: tl.constexpr, REGULARISED: tl.constexpr, DIRECTED: tl.constexpr,
+    NESTEROV: tl.constexpr, RMS: tl.constexpr, REGULARISED: tl.constexpr, DIRECTED: tl.constexpr,
     X_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     ROUNDING: tl.constexpr, QUANTISED: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -533,7 +539,8 @@ def apply(
     n_aligned = tl.where(vectors, n // WHOLE, 0) * WHOLE
     n_tail = n - n_aligned
     kept = apply_span(
-        row, n_rows, begin, n_aligned, k, k_v, MOMENTUM, COORDINATE, ADAMW_DECAY, RMS, DIRECTED,
+        row, n_rows, begin, n_aligned, k, k_v,
+        MOMENTUM, COORDINATE, ADAMW_DECAY, NESTEROV, RMS, DIRECTED,
         X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, VECTOR, BLOCK,
     )
     if n_tail > 0:
@@ -542,7 +549,7 @@ def apply(
         tail_row, tail_begin, n_all = locate(table, chunks, n_rows, chunk_size, i_chunk)
         kept |= apply_span(
             tail_row, n_rows, tail_begin + (n_all - n_tail), n_tail, k, k_v,
-            MOMENTUM, COORDINATE, ADAMW_DECAY, RMS, DIRECTED,
+            MOMENTUM, COORDINATE, ADAMW_DECAY, NESTEROV, RMS, DIRECTED,
             X_TYPE, G_TYPE, M_TYPE, V_TYPE, ROUNDING, 1, TAIL,
         )
     tl.atomic_max(counts + REASON, tl.full((), ELEMENTS_KEPT, tl.int64), mask=kept != 0, sem="relaxed")
