@@ -54,8 +54,9 @@ def ngn_muon(
     groups = groups_of(source, lr)
     for group in groups if step_cap else ():
         group["step_cap"] = step_cap * group["lr_factor"]
-    kind = NesterovMuon if nesterov else ngn_kernels.NGNMuon
-    return kind(groups, betas=betas, weight_decay=weight_decay, adjust_lr_fn="original", **options)
+    return ngn_kernels.NGNMuon(
+        groups, betas=betas, weight_decay=weight_decay, adjust_lr_fn="original", **options
+    )
 
 
 class MuonAdam(Optimizer):
