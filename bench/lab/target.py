@@ -55,8 +55,11 @@ class Line:
         return text if math.isnan(self.lr) else f"{text}, lr {self.lr:g}"
 
     def results(self, sweep: Kept) -> Results | None:
-        found = sweep.by_options().get(self.options)
-        return found if found is not None and self.name in found.cells else None
+        for options, found in sweep.by_options().items():
+            # All runs of a sweep have the same number of steps.
+            if tuple(o for o in options if o[0] != "steps") == self.options and self.name in found.cells:
+                return found
+        return None
 
     def cell(self, sweep: Kept) -> Cell | None:
         results = self.results(sweep)
