@@ -117,4 +117,7 @@ def _listed(found: dict[str, str]) -> str:
 
 
 def main() -> None:
-    print(report())
+    try:
+        print(report(), flush=True)
+    except BrokenPipeError:  # of a reader such as `head`, which has read enough
+        sys.stderr.close()

@@ -109,7 +109,9 @@ class Plan:
         self.rule, self.clipping = rule, clipping
         self.computes_norm = clipping or not (rule.coordinate or rule.rms)
         # What is summed before each exchange of the ranks; None: they exchange their losses alone.
-        self.rounds = rule.reductions(clipping) or (() if process_group is None else (None,))
+        self.rounds: tuple[Rule | None, ...] = rule.reductions(clipping)
+        if not self.rounds and process_group is not None:
+            self.rounds = (None,)
         self.buckets = buckets
         self.devices = devices
         # A group that was destroyed is not kept.
