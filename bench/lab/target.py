@@ -57,7 +57,10 @@ class Line:
     def results(self, sweep: Kept) -> Results | None:
         for options, found in sweep.by_options().items():
             # All runs of a sweep have the same number of steps.
-            if tuple(o for o in options if o[0] != "steps") == self.options and self.name in found.cells:
+            if (
+                tuple(o for o in options if o[0] != "steps") == self.options
+                and self.name in found.cells
+            ):
                 return found
         return None
 
