@@ -21,4 +21,11 @@ inline Rounding known_rounding(int rounding) {
   return static_cast<Rounding>(rounding);
 }
 
+inline Rule known_rule(int64_t flags) {
+  check(flags >= 0 && flags >> FLAG_COUNT == 0, "no such rule");
+  const Rule rule = rule_of(flags);
+  check(!rule.directed || !(rule.rms || rule.coordinate), "given directions have no rms and no step size of their own");
+  return rule;
+}
+
 }  // namespace ngn

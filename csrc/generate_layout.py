@@ -62,7 +62,22 @@ def header(source: Path = SOURCE) -> str:
     )
 
 
+def _flags(members: type[IntEnum]) -> list[str]:
+    fields = ", ".join(m.name.lower() for m in members)
+    bits = ", ".join(f"(flags >> {int(m)} & 1) != 0" for m in members)
+    return [
+        "struct Rule {",
+        f"  bool {fields};",
+        "};",
+        f"constexpr Rule rule_of(int64_t flags) {{ return {{{bits}}}; }}",
+        f"constexpr int FLAG_COUNT = {len(members)};",
+        "",
+    ]
+
+
 def _enum(name: str, members: type[IntEnum]) -> list[str]:
+    if name == "Flag":
+        return _flags(members)
     if name in STRUCTS:
         assert [int(member) for member in members] == list(range(len(members))), name
         struct, kind = STRUCTS[name]

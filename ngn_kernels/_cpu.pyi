@@ -13,20 +13,7 @@ CHUNK: int
 LAYOUT_CHECKSUM: int
 SOURCES_CHECKSUM: int
 
-class Rule:
-    def __init__(
-        self,
-        *,
-        momentum: bool,
-        coordinate: bool,
-        rms: bool,
-        regularised: bool,
-        adamw_decay: bool,
-        directed: bool,
-        nesterov: bool,
-    ) -> None: ...
-
-# Types and roundings are the numbers of layout.DType and layout.Rounding.
+# Rules are bits of layout.Flag; types and roundings are the numbers of layout.DType and layout.Rounding.
 class Bucket:
     def __init__(
         self,
@@ -46,8 +33,8 @@ class Bucket:
         v_type: int,
         rounding: int,
     ) -> None: ...
-    def reduce(self, rule: Rule, threads: int) -> None: ...
-    def apply(self, rule: Rule, threads: int, last: bool) -> None: ...
+    def reduce(self, rule: int, threads: int) -> None: ...
+    def apply(self, rule: int, threads: int, last: bool) -> None: ...
 
 class Signature:
     def __init__(

@@ -11,7 +11,8 @@ class Engine:
     def __init__(self, library: str) -> None: ...
     def load(self, device: int) -> None: ...
 
-# Addresses are of the device's memory; types and roundings are numbers of layout.py's enums.
+# Addresses are of the device's memory; the rule is bits of layout.Flag, types and roundings
+# are numbers of layout.py's enums.
 class Launch:
     def __init__(
         self,
@@ -19,13 +20,7 @@ class Launch:
         engine: Engine,
         device: int,
         updates: bool,
-        momentum: bool,
-        coordinate: bool,
-        rms: bool,
-        regularised: bool,
-        adamw_decay: bool,
-        directed: bool,
-        nesterov: bool,
+        rule: int,
         table: int,
         rows: int,
         chunks: int,

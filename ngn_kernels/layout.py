@@ -94,6 +94,18 @@ class Reason(IntEnum):
     ELEMENTS_KEPT = 5
 
 
+class Flag(IntEnum):
+    """The choices of a rule, which rules.py explains, as bits of the number that C++ and CUDA get."""
+
+    MOMENTUM = 0
+    COORDINATE = 1
+    RMS = 2
+    REGULARISED = 3
+    ADAMW_DECAY = 4
+    DIRECTED = 5
+    NESTEROV = 6
+
+
 class DType(IntEnum):
     """Element types of columns; int8 and uint8 are the quantised m and v."""
 

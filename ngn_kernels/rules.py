@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .layout import Flag
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -31,6 +33,15 @@ class Rule:
     adamw_decay: bool = False
     directed: bool = False
     nesterov: bool = False
+
+    def has(self, flag: Flag) -> bool:
+        chosen: bool = getattr(self, flag.name.lower())
+        return chosen
+
+    @property
+    def flags(self) -> int:
+        """The choices as one number, for C++ and CUDA."""
+        return sum(1 << flag for flag in Flag if self.has(flag))
 
     @property
     def reduce_reads(self) -> tuple[str, ...]:

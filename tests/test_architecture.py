@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from algorithms import ALGORITHMS
 import ngn_kernels
 from ngn_kernels.backends import availability
 from ngn_kernels.extension import NAMES, why_missing
-from ngn_kernels.layout import Column, GroupColumn
+from ngn_kernels.layout import Column, Flag, GroupColumn
 from ngn_kernels.planning import tables
-from ngn_kernels.rules import RULES
+from ngn_kernels.rules import RULES, Rule
 
 PACKAGE = Path(ngn_kernels.__file__).parent
 # A module may import from earlier layers, and from its own. A package stands for its modules, unless
@@ -38,7 +39,7 @@ LAYERS = (
     ),
     *("checkpoint", "parameter_groups", "planning.signature", "planning.transfer"),
     *("planning.tables", "step_size", "planning", "distributed", "backends"),
-    *("hooks", "optimizer", "optimizers", "trainers", "__init__", "doctor", "__main__"),
+    *("skips", "hooks", "optimizer", "optimizers", "trainers", "__init__", "doctor", "__main__"),
 )
 
 
@@ -132,18 +133,24 @@ def test_tables_are_read_by_name() -> None:
     assert not bare, bare
 
 
+def test_every_choice_of_a_rule_reaches_the_engines() -> None:
+    names = [field.name for field in fields(Rule)]
+    assert names == [flag.name.lower() for flag in Flag]
+    found = [Rule(**{name: True}).flags for name in names]
+    assert found == [1 << flag for flag in Flag]
+
+
 @pytest.mark.parametrize(("name", "found"), [("rules", "RULES"), ("layout", "Column")])
 def test_plain_modules_need_no_torch(name: str, found: str) -> None:
-    """They load by themselves in an interpreter where torch cannot be imported."""
+    """They load, without the package, in an interpreter where torch cannot be imported."""
     assert not {module for module in imports(PACKAGE / f"{name}.py") if module.startswith("torch")}
     code = (
-        "import importlib.util, sys\n"
+        "import sys, types\n"
         "sys.modules['torch'] = None\n"
-        f"spec = importlib.util.spec_from_file_location({name!r}, {str(PACKAGE / name)!r} + '.py')\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        f"sys.modules[{name!r}] = module\n"
-        "spec.loader.exec_module(module)\n"
-        f"print(*map(str, module.{found}))\n"
+        "package = sys.modules['ngn_kernels'] = types.ModuleType('ngn_kernels')\n"
+        f"package.__path__ = [{str(PACKAGE)!r}]\n"
+        f"from ngn_kernels.{name} import {found}\n"
+        f"print(*map(str, {found}))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import ngn_kernels
 from ngn_kernels.backends import availability
-from ngn_kernels.layout import Column, DType, GroupColumn, Input, Rounding, Size
+from ngn_kernels.layout import Column, DType, Flag, GroupColumn, Input, Rounding, Size
 from ngn_kernels.planning.rows import Bucket, BucketKey, Participant, Row
 from ngn_kernels.planning.state import init_state
-from ngn_kernels.rules import RULES
+from ngn_kernels.rules import NORM, RULES, Rule
 
 pytestmark = pytest.mark.skipif(
     availability()["cpu"] is not None, reason="the C++ extension is not built"
@@ -262,17 +262,8 @@ def test_more_than_two_to_the_31_elements() -> None:
         v_type=DType.FLOAT32,
         rounding=Rounding.NEAREST,
     )
-    rule = _cpu.Rule(
-        momentum=False,
-        coordinate=False,
-        rms=False,
-        regularised=False,
-        adamw_decay=False,
-        directed=False,
-        nesterov=False,
-    )
-    tables.reduce(rule, 2)
-    tables.apply(rule, 2, True)
+    tables.reduce(NORM.flags, 2)
+    tables.apply(NORM.flags, 2, True)
     touched = n - int(chunks[-1, 1])
     assert (param.detach()[-touched:] == 0.5).all()
     assert (param.detach()[-2000:-touched] == 1.0).all()
@@ -348,25 +339,19 @@ def test_the_bindings_check_for_missing_state() -> None:
         v_type=DType.FLOAT32,
         rounding=Rounding.NEAREST,
     )
-    flags = {
-        "momentum": False,
-        "coordinate": False,
-        "rms": False,
-        "regularised": False,
-        "adamw_decay": False,
-        "directed": False,
-        "nesterov": False,
-    }
     with pytest.raises(ValueError, match="no momentum buffer"):
-        tables.apply(_cpu.Rule(**{**flags, "momentum": True}), 1, True)
+        tables.apply(Rule(momentum=True).flags, 1, True)
     with pytest.raises(ValueError, match="no second moment"):
-        tables.reduce(_cpu.Rule(**{**flags, "rms": True}), 1)
+        tables.reduce(Rule(rms=True).flags, 1)
     with pytest.raises(ValueError, match="nothing to reduce"):
-        tables.reduce(_cpu.Rule(**{**flags, "coordinate": True}), 1)
+        tables.reduce(Rule(coordinate=True).flags, 1)
     with pytest.raises(ValueError, match="no direction"):
-        tables.apply(_cpu.Rule(**{**flags, "directed": True}), 1, True)
+        tables.apply(Rule(directed=True).flags, 1, True)
     with pytest.raises(ValueError, match="given directions have no rms"):
-        tables.reduce(_cpu.Rule(**{**flags, "directed": True, "rms": True}), 1)
+        tables.reduce(Rule(directed=True, rms=True).flags, 1)
+    for flags in (-1, 1 << len(Flag)):
+        with pytest.raises(ValueError, match="no such rule"):
+            tables.apply(flags, 1, True)
 
 
 NO_THREADS = """

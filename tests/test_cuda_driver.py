@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ngn_kernels.backends as backends
 from ngn_kernels import doctor
 from ngn_kernels.extension import why_missing
-from ngn_kernels.layout import DType, Rounding
+from ngn_kernels.layout import DType, Flag, Rounding
 from ngn_kernels.planning.rows import BucketKey
+from ngn_kernels.rules import Rule
 
 if why_missing("_cuda") is not None:
     pytest.skip(str(why_missing("_cuda")), allow_module_level=True)
@@ -322,11 +323,16 @@ GOOD: dict[str, Any] = {
     **dict.fromkeys(("rows", "chunk_count", "group_count", "bucket_count"), 1),
     **{"chunk_size": 2048, "index": 0, "device": 0, "rounding": Rounding.NEAREST},
     **dict.fromkeys(("x_type", "g_type", "m_type", "v_type"), DType.FLOAT32),
-    **dict.fromkeys(
-        ("momentum", "coordinate", "regularised", "adamw_decay", "directed", "nesterov"), False
-    ),
-    **{"rms": False, "updates": True},
+    "rule": 0,
+    "updates": True,
 }
+
+
+def arguments(changes: dict[str, Any]) -> dict[str, Any]:
+    """Those of a launch; some of them are flags of its rule."""
+    flags = {f.name.lower(): changes[f.name.lower()] for f in Flag if f.name.lower() in changes}
+    others = {name: value for name, value in changes.items() if name not in flags}
+    return {**GOOD, "rule": Rule(**flags).flags, **others}
 
 
 @pytest.mark.parametrize(
@@ -338,6 +344,7 @@ GOOD: dict[str, Any] = {
         ({"v_type": DType.INT8}, "v must be"),
         ({"v_type": 77}, "no such element type"),
         ({"rounding": 3}, "no such rounding"),
+        ({"rule": 1 << len(Flag)}, "no such rule"),
         ({"rounding": Rounding.EXACT}, "exact rounding needs bfloat16"),
         ({"chunk_count": 0}, "no number of blocks"),
         ({"chunk_count": 2**31}, "no number of blocks"),
@@ -353,7 +360,7 @@ GOOD: dict[str, Any] = {
 def test_bad_arguments_are_refused(changes: dict[str, Any], said: str, driver: StubDriver) -> None:
     _cuda.Launch(engine=driver.engine, **GOOD)
     with pytest.raises(ValueError, match=said):
-        _cuda.Launch(engine=driver.engine, **{**GOOD, **changes})
+        _cuda.Launch(engine=driver.engine, **arguments(changes))
 
 
 HALF = dict.fromkeys(("x_type", "g_type"), DType.BFLOAT16)
@@ -397,4 +404,4 @@ MOMENTUM_RMS = {"momentum": True, "rms": True}
 def test_the_columns_that_a_pass_reads_choose_its_kernel(
     changes: dict[str, Any], name: str, driver: StubDriver
 ) -> None:
-    assert _cuda.Launch(engine=driver.engine, **{**GOOD, **changes}).name == f"ngn_{name}"
+    assert _cuda.Launch(engine=driver.engine, **arguments(changes)).name == f"ngn_{name}"

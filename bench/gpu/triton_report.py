@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ngn_kernels.backends.triton import THREADS, column_types, constants, options
+from ngn_kernels.layout import Flag
 from ngn_kernels.planning.rows import BucketKey
 from ngn_kernels.rules import RULES, Rule, rule_of
 
@@ -105,16 +106,7 @@ class Variant:
         return columns
 
     def __str__(self) -> str:
-        flags = (
-            "momentum",
-            "coordinate",
-            "rms",
-            "regularised",
-            "adamw_decay",
-            "directed",
-            "nesterov",
-        )
-        names = [flag for flag in flags if getattr(self.rule, flag)] or ["plain"]
+        names = [flag.name.lower() for flag in Flag if self.rule.has(flag)] or ["plain"]
         text = f"{self.kernel} {'+'.join(names)} x:{short(self.param)} g:{short(self.grad)}"
         read = column_types(self.kernel, self.rule, self.key)
         for column in "mv":

@@ -138,7 +138,8 @@ class BucketTables {
     bucket_.partials = partials_.data();
   }
 
-  void reduce(const Rule& rule, int threads) {
+  void reduce(int64_t flags, int threads) {
+    const Rule rule = ngn::known_rule(flags);
     check(!rule.coordinate, "coordinate rules have nothing to reduce");
     check(rule.rms || !rule.regularised, "regularised decay needs rms");
     check_columns(rule, false);
@@ -146,7 +147,8 @@ class BucketTables {
     current->reduce(bucket_, rule, threads);
   }
 
-  void apply(const Rule& rule, int threads, bool last) {
+  void apply(int64_t flags, int threads, bool last) {
+    const Rule rule = ngn::known_rule(flags);
     check_columns(rule, rule.momentum);
     py::gil_scoped_release release;
     current->apply(bucket_, rule, threads, last);
@@ -159,7 +161,6 @@ class BucketTables {
 
   void check_columns(const Rule& rule, bool momentum) const {
     const bool rms = rule.rms, directed = rule.directed;
-    check(!directed || !(rms || rule.coordinate), "given directions have no rms and no step size of their own");
     for (int64_t i = 0; i < bucket_.rows; ++i) {
       const ngn::TensorRow row = row_of(bucket_, i);
       if (!row.g || row.numel == 0) continue;
@@ -199,14 +200,6 @@ PYBIND11_MODULE(_cpu, module) {
 
   module.attr("LAYOUT_CHECKSUM") = ngn::LAYOUT_CHECKSUM;
   module.attr("SOURCES_CHECKSUM") = ngn::SOURCES_CHECKSUM;
-
-  py::class_<Rule>(module, "Rule")
-      .def(py::init([](bool momentum, bool coordinate, bool rms, bool regularised, bool adamw_decay, bool directed,
-                       bool nesterov) {
-             return Rule{momentum, coordinate, rms, regularised, adamw_decay, directed, nesterov};
-           }),
-           py::kw_only(), py::arg("momentum"), py::arg("coordinate"), py::arg("rms"), py::arg("regularised"),
-           py::arg("adamw_decay"), py::arg("directed"), py::arg("nesterov"));
 
   // noconvert: Python and the engine must share the memory of the tables.
   py::class_<BucketTables>(module, "Bucket")

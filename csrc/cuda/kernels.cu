@@ -65,11 +65,11 @@ __device__ inline void locate(const Launch& launch, int64_t i_chunk, Work& work)
   TensorRow row = row_of(bucket, chunk.row);
   const int64_t left = row.numel - chunk.begin;
   const int32_t n = row.g ? static_cast<int32_t>(left < launch.chunk_size ? left : launch.chunk_size) : 0;
-  if (UPDATES && launch.directed) row.g = row.d;
+  if (UPDATES && launch.rule.directed) row.g = row.d;
   constexpr bool READS_X = UPDATES || REGULARISED;
   constexpr int vector = VECTOR<STORAGE>;
   bool vectors = is_aligned(row.g, bucket.g_type, vector);
-  if (!UPDATES && launch.directed) vectors &= is_aligned(row.d, DType::float32, vector);
+  if (!UPDATES && launch.rule.directed) vectors &= is_aligned(row.d, DType::float32, vector);
   if (READS_X) vectors &= is_aligned(row.x, bucket.x_type, vector);
   if (MOMENTUM) vectors &= is_aligned(row.m, state_type<STORAGE>(bucket.m_type), vector);
   if (RMS) vectors &= is_aligned(row.v, state_type<STORAGE>(bucket.v_type), vector);
@@ -240,7 +240,7 @@ __device__ inline bool apply_span(const Launch& launch, const Work& work, int64_
   const Coefficients<float> k = work.k;
   const bool exact = NARROW && bucket.rounding == Rounding::exact;
   const bool stochastic = NARROW && bucket.rounding == Rounding::stochastic;
-  const bool apart = launch.adamw_decay, ahead = launch.nesterov;
+  const bool apart = launch.rule.adamw_decay, ahead = launch.rule.nesterov;
   bool kept = false;
 #pragma unroll 1
   for (int i = 0; i < n; i += Layout::SPAN) {
@@ -340,6 +340,15 @@ __device__ inline void count_step(Counts& counts, Reason reason, bool last) {
   counts.reason = 0;
 }
 
+// The rule, with what the kernel was compiled for as constants.
+template <bool MOMENTUM, bool COORDINATE, bool RMS>
+__device__ inline Rule compiled(Rule rule) {
+  rule.momentum = MOMENTUM;
+  rule.coordinate = COORDINATE;
+  rule.rms = RMS;
+  return rule;
+}
+
 template <bool MOMENTUM, bool COORDINATE, bool RMS, Storage STORAGE>
 __device__ inline void apply(const Launch& launch) {
   __shared__ Work work;
@@ -347,7 +356,7 @@ __device__ inline void apply(const Launch& launch) {
   __shared__ Sums total;
   __shared__ Shrink step;
   const Bucket& bucket = launch.bucket;
-  const Rule rule = {MOMENTUM, COORDINATE, RMS, launch.regularised, launch.adamw_decay, launch.directed, launch.nesterov};
+  const Rule rule = compiled<MOMENTUM, COORDINATE, RMS>(launch.rule);
   const int64_t i_chunk = COORDINATE || !sums_clipped(rule) ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   if (threadIdx.x == 0) {
     locate<true, MOMENTUM, RMS, false, STORAGE>(launch, i_chunk, work);
@@ -362,7 +371,7 @@ __device__ inline void apply(const Launch& launch) {
                                  limit_of(bucket.x_type, STORAGE == Storage::narrow && bucket.rounding == Rounding::stochastic),
                                  limit_of(state_type<STORAGE>(bucket.m_type), false),
                                  limit_of(state_type<STORAGE>(bucket.v_type), true));
-    if (launch.directed) work.k.gradient_scale = 1;
+    if (launch.rule.directed) work.k.gradient_scale = 1;
   }
   __syncthreads();
   using Vectors = Together<VECTOR<STORAGE>>;

@@ -19,10 +19,7 @@ enum class Storage {
 // The one argument of a kernel. The tables are those of Bucket, in the memory of the device.
 struct Launch {
   Bucket bucket;
-  bool regularised;    // of the rule: what the loop of an update depends on at run time
-  bool adamw_decay;
-  bool directed;       // a sum is over g d; an update reads d in the place of g
-  bool nesterov;
+  Rule rule;           // with given directions, a sum is over g d, and an update reads d in the place of g
   bool last;           // the step's last bucket
   int64_t chunk_size;  // elements
   uint32_t* ticket;    // chunks that are done

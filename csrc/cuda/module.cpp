@@ -20,6 +20,7 @@ namespace {
 using ngn::check;
 using ngn::DType;
 using ngn::known_rounding;
+using ngn::known_rule;
 using ngn::known_type;
 using ngn::Rounding;
 using ngn::Rule;
@@ -93,9 +94,9 @@ size_t kernel_of(const ngn::Bucket& bucket, const Rule& rule, bool updates) {
 // A kernel with its argument: a launch is one call.
 class Launch {
  public:
-  Launch(std::shared_ptr<Engine> engine, int device, bool updates, const Rule& rule, ngn::Launch argument)
+  Launch(std::shared_ptr<Engine> engine, int device, bool updates, const ngn::Launch& argument)
       : engine_(std::move(engine)), device_(engine_->device(device)), argument_(argument),
-        kernel_(kernel_of(argument.bucket, rule, updates)) {}
+        kernel_(kernel_of(argument.bucket, argument.rule, updates)) {}
 
   void operator()(uintptr_t stream, bool last) {
     argument_.last = last;
@@ -134,12 +135,11 @@ PYBIND11_MODULE(_cuda, module) {
            "Load the kernels on a device; the first launch there does the same.");
 
   py::class_<Launch>(module, "Launch")
-      .def(py::init([](std::shared_ptr<Engine> engine, int device, bool updates, bool momentum, bool coordinate, bool rms,
-                       bool regularised, bool adamw_decay, bool directed, bool nesterov, uintptr_t table, int64_t rows,
-                       uintptr_t chunks, int64_t chunk_count, int64_t chunk_size, uintptr_t groups, int64_t group_count, uintptr_t inputs,
-                       uintptr_t sums, uintptr_t totals, int64_t bucket_count, int64_t index, uintptr_t partials,
-                       uintptr_t counts, uintptr_t sizes, uintptr_t ticket, int x_type, int g_type, int m_type,
-                       int v_type, int rounding) {
+      .def(py::init([](std::shared_ptr<Engine> engine, int device, bool updates, int64_t rule, uintptr_t table, int64_t rows,
+                       uintptr_t chunks, int64_t chunk_count, int64_t chunk_size, uintptr_t groups, int64_t group_count,
+                       uintptr_t inputs, uintptr_t sums, uintptr_t totals, int64_t bucket_count, int64_t index,
+                       uintptr_t partials, uintptr_t counts, uintptr_t sizes, uintptr_t ticket, int x_type, int g_type,
+                       int m_type, int v_type, int rounding) {
              ngn::Launch launch{};
              ngn::Bucket& bucket = launch.bucket;
              for (int c = 0; c < ngn::COLUMNS; ++c) bucket.columns[c] = at<const int64_t>(table) + c * rows;
@@ -172,19 +172,13 @@ PYBIND11_MODULE(_cuda, module) {
              check(chunk_size > 0 && chunk_size <= INT32_MAX && chunk_size % ngn::QUANT_BLOCK == 0,
                    "chunks must consist of quantisation blocks");
              launch.chunk_size = chunk_size;
-             launch.regularised = regularised;
-             launch.adamw_decay = adamw_decay;
-             launch.directed = directed;
-             launch.nesterov = nesterov;
-             if (directed && updates) bucket.g_type = DType::float32;  // of the direction, which is read in g's place
+             launch.rule = known_rule(rule);
+             if (launch.rule.directed && updates) bucket.g_type = DType::float32;  // of the direction, which is read in g's place
              launch.ticket = at<uint32_t>(ticket);
-             const Rule rule = {momentum, coordinate, rms, regularised, adamw_decay, directed, nesterov};
-             check(!directed || !(rms || coordinate), "given directions have no rms and no step size of their own");
-             return std::make_unique<Launch>(std::move(engine), device, updates, rule, launch);
+             return std::make_unique<Launch>(std::move(engine), device, updates, launch);
            }),
-           py::kw_only(), py::arg("engine"), py::arg("device"), py::arg("updates"), py::arg("momentum"),
-           py::arg("coordinate"), py::arg("rms"), py::arg("regularised"), py::arg("adamw_decay"), py::arg("directed"),
-           py::arg("nesterov"), py::arg("table"), py::arg("rows"), py::arg("chunks"), py::arg("chunk_count"), py::arg("chunk_size"), py::arg("groups"),
+           py::kw_only(), py::arg("engine"), py::arg("device"), py::arg("updates"), py::arg("rule"), py::arg("table"),
+           py::arg("rows"), py::arg("chunks"), py::arg("chunk_count"), py::arg("chunk_size"), py::arg("groups"),
            py::arg("group_count"), py::arg("inputs"), py::arg("sums"), py::arg("totals"), py::arg("bucket_count"),
            py::arg("index"), py::arg("partials"), py::arg("counts"), py::arg("sizes"), py::arg("ticket"),
            py::arg("x_type"), py::arg("g_type"), py::arg("m_type"), py::arg("v_type"), py::arg("rounding"))

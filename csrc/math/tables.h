@@ -18,10 +18,6 @@
 
 namespace ngn {
 
-struct Rule {
-  bool momentum, coordinate, rms, regularised, adamw_decay, directed, nesterov;
-};
-
 constexpr int COLUMNS = sizeof(TensorRow) / sizeof(int64_t);
 
 // Elements [begin, begin + CHUNK) of a row, cut at the row's end.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..extension import why_missing
-from ..layout import DType, Rounding
 from ..planning.plan import Memory
 from ..planning.rows import Bucket, BucketKey
 from ..rules import Rule
@@ -56,14 +54,10 @@ class CpuBucket:
             index=memory.bucket_index,
             counts=report.counts.numpy(),
             sizes=report.sizes.numpy(),
-            x_type=_type_of(key.param),
-            g_type=_type_of(key.grad),
-            m_type=_type_of(key.m),
-            v_type=_type_of(key.v),
-            rounding=Rounding[key.rounding.upper()],
+            **key.codes(),
         )
-        self._rule = _rule_of(rule)
-        self._rounds = [_rule_of(rule if summed is None else summed) for summed in rounds]
+        self._rule = rule.flags
+        self._rounds = [(rule if summed is None else summed).flags for summed in rounds]
 
     def load_gradients(self) -> None:
         pass
@@ -79,23 +73,6 @@ class CpuBucket:
 
     def finish(self, params: list[Tensor]) -> None:
         increment_version(params)
-
-
-def _type_of(dtype: torch.dtype) -> DType:
-    return DType[str(dtype).removeprefix("torch.").upper()]
-
-
-@cache
-def _rule_of(rule: Rule) -> _cpu.Rule:
-    return _cpu.Rule(
-        momentum=rule.momentum,
-        coordinate=rule.coordinate,
-        rms=rule.rms,
-        regularised=rule.regularised,
-        adamw_decay=rule.adamw_decay,
-        directed=rule.directed,
-        nesterov=rule.nesterov,
-    )
 
 
 def load() -> CpuBackend:

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from ..extension import why_missing
-from ..layout import DType, Rounding
 from ..planning.plan import Memory
 from ..planning.rows import Bucket
 from ..rules import Rule
@@ -74,13 +73,7 @@ class CudaBucket(GpuBucket):
             engine=engine,
             device=self._device,
             updates=updates,
-            momentum=rule.momentum,
-            coordinate=rule.coordinate,
-            rms=rule.rms,
-            regularised=rule.regularised,
-            adamw_decay=rule.adamw_decay,
-            directed=rule.directed,
-            nesterov=rule.nesterov,
+            rule=rule.flags,
             table=self.table.data_ptr(),
             rows=len(self.bucket.rows),
             chunks=self.chunks.data_ptr(),
@@ -97,11 +90,7 @@ class CudaBucket(GpuBucket):
             counts=report.counts.data_ptr(),
             sizes=report.sizes.data_ptr(),
             ticket=(self.apply_ticket if updates else self.reduce_ticket).data_ptr(),
-            x_type=_type_of(key.param),
-            g_type=_type_of(key.grad),
-            m_type=_type_of(key.m),
-            v_type=_type_of(key.v),
-            rounding=Rounding[key.rounding.upper()],
+            **key.codes(),
         )
 
     def reduce(self, index: int) -> None:
@@ -111,10 +100,6 @@ class CudaBucket(GpuBucket):
 
     def apply(self, last: bool) -> None:
         self._apply(self._stream(self._device), last)
-
-
-def _type_of(dtype: torch.dtype) -> DType:
-    return DType[str(dtype).removeprefix("torch.").upper()]
 
 
 def current_stream(device: int) -> int:

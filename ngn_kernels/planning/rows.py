@@ -18,7 +18,7 @@ from ..formats import (
     rounding_of,
     scale_key,
 )
-from ..layout import Column
+from ..layout import Column, DType, Rounding
 from ..rules import Rule
 from ..spectral import Spectral
 from .checks import check_gradient, has_memory, is_dense
@@ -67,6 +67,12 @@ class BucketKey(NamedTuple):
         columns = zip(STATE_KEYS, (self.m, self.v), strict=True)
         quantised = any(narrow_format(key, dtype) is not None for key, dtype in columns)
         return quantised or self.rounding != "nearest"
+
+    def codes(self) -> dict[str, int]:
+        """Its types and rounding by their numbers, for C++ and CUDA."""
+        types = zip("xgmv", (self.param, self.grad, self.m, self.v), strict=True)
+        codes = {f"{c}_type": DType[str(t).removeprefix("torch.").upper()] for c, t in types}
+        return {**codes, "rounding": Rounding[self.rounding.upper()]}
 
     @classmethod
     def of(

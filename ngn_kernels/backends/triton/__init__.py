@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...layout import Flag
 from ...planning.plan import Memory
 from ...planning.rows import Bucket, BucketKey
 from ...rules import Rule
@@ -42,20 +43,12 @@ def constants(kernel: str, rule: Rule, key: BucketKey) -> dict[str, Any]:
     if kernel == "apply" and (key.rounding != "nearest" or set(state) - {torch.float32}):
         # Formats take more arithmetic; more elements per thread would not fit the registers.
         vector = min(vector, 4)
-    of_apply = {
-        "MOMENTUM": rule.momentum,
-        "COORDINATE": rule.coordinate,
-        "ADAMW_DECAY": rule.adamw_decay,
-        "NESTEROV": rule.nesterov,
-    }
+    flags = Flag if kernel == "apply" else (Flag.RMS, Flag.REGULARISED, Flag.DIRECTED)
     columns = "xgmv" if kernel == "apply" else "xgv"
     # Only reading parameters does not depend on their rounding, except for exact ones' remainders.
     matters = kernel == "apply" or (key.rounding == "exact" and "x" in types)
     return {
-        **(of_apply if kernel == "apply" else {}),
-        "RMS": rule.rms,
-        "REGULARISED": rule.regularised,
-        "DIRECTED": rule.directed,
+        **{flag.name: rule.has(flag) for flag in flags},
         **{f"{c.upper()}_TYPE": triton_type(types.get(c, torch.float32)) for c in columns},
         "ROUNDING": key.rounding if matters else "nearest",
         "QUANTISED": any(dtype.itemsize == 1 for dtype in state),
