@@ -53,6 +53,10 @@ FOREIGN_OPTIONS = {
 }
 
 IN_LIGHTNING = "Trainer(callbacks=[ngn_kernels.trainers.FeedLoss()])"
+BEFORE_A_CLOSURE = (
+    f"In Lightning write {IN_LIGHTNING}, else call optimizer.add_loss(share) with what each backward() is "
+    "called on, or clear the gradients in the closure"
+)
 HOW_TO_PASS_THE_LOSS = (
     "write optimizer.step(loss=loss), or optimizer.step(closure), or optimizer.add_loss(share) "
     "with what each backward() was called on, and then optimizer.step(); in a "

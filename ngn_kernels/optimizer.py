@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NoReturn, TypeVar, get_args, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -17,20 +17,14 @@ from torch.optim import Optimizer
 
 from .backends import check_backend, default_backend, select_backend
 from .checkpoint import SAVED, LoadedInto, load, plain_state
-from .distributed.dtensors import is_sharded, local
+from .distributed.dtensors import is_sharded
 from .distributed.exchange import ALONE, NOTHING_AGREED, Agreement, Alone, Exchange, Ranks, add_up
-from .distributed.owners import has_split_matrices
+from .distributed.owners import split_with_gradients
 from .formats import Storage
 from .hooks import entrance
-from .layout import Count, Reason, Size
+from .layout import Count, Size
 from .loss import PendingLoss, has_gradients, read_weight, whole_loss
-from .messages import (
-    FOREIGN_OPTIONS,
-    SkippedStepError,
-    SkippedStepWarning,
-    is_called_by,
-    warn,
-)
+from .messages import FOREIGN_OPTIONS, is_called_by, warn
 from .options import (
     PER_OPTIMIZER,
     SAVED_OPTIONS,
@@ -47,17 +41,13 @@ from .options import (
 )
 from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misplaced
 from .planning.rows import Participant
-from .planning.tables import DeviceTables, GroupValues, Skips, StepOptions
+from .planning.tables import DeviceTables, GroupValues, StepOptions
 from .rules import RULES, Rule, rule_of
+from .skips import SkipPolicy
 from .spectral import Spectral, check_matrix
 
-# Attributes that an older pickle or checkpoint lacks, with what they were then.
-NEWER = {
-    "_loss_target": 0.0,
-    "_decay_form": "paper",
-    "_on_skip": "warn",
-    "_max_skipped_steps": None,
-}
+# What these options were in a checkpoint that does not have them.
+NEWER = {"loss_target": 0.0, "decay_form": "paper", "nesterov": False}
 
 Returned = TypeVar("Returned")
 
@@ -66,19 +56,6 @@ INITIALISE_STATE = (
     "torch.distributed.checkpoint.state_dict._init_optim_state",
     "torchtitan.components.optimizer.utils.init_optim_state",
 )
-
-WARNINGS = {
-    Reason.AMP_OVERFLOW: "the gradient scaler found an overflow; the step was skipped",
-    Reason.LOSS_NOT_FINITE: "the loss is not finite; the step was skipped",
-    Reason.LOSS_BELOW_FLOOR: "the loss is below loss_floor; the step was skipped: "
-    "pass a loss_floor that the loss never falls below",
-    Reason.GRADIENT_NOT_FINITE: "a gradient, or the sum of squared gradients, is not finite; "
-    "the step was skipped",
-    Reason.ELEMENTS_KEPT: "some elements would have become non-finite and kept their old values: "
-    "they, their state or their gradient is not finite, or they overflow their type",
-}
-
-OR_A_RANK = "(or, on GPUs, a rank raised an error or the ranks disagree on what they do)"
 
 
 class NGNOptimizer(Optimizer):
@@ -114,10 +91,9 @@ class NGNOptimizer(Optimizer):
     _loss_floor: float
     _loss_target: float
     _max_grad_norm: float | None
-    _on_skip: OnSkip
     _decay_form: DecayForm
     _nesterov = False
-    _max_skipped_steps: int | None
+    _skip_policy: SkipPolicy
     _backend: str
 
     def __new__(cls, *args: Any, **options: Any) -> NGNOptimizer:
@@ -155,8 +131,7 @@ class NGNOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self._own_rule = rule_of(defaults["algorithm"], decay_form)
         self._decay_form = decay_form
-        self.on_skip = on_skip
-        self.max_skipped_steps = max_skipped_steps
+        self._skip_policy = SkipPolicy(on_skip, max_skipped_steps)
         self.backend = backend
         self._pending = PendingLoss()  # one object, which proxies that copy __dict__ share
         self._skipped_before = 0
@@ -169,7 +144,6 @@ class NGNOptimizer(Optimizer):
         self._tables: dict[torch.device, DeviceTables] = {}
         self._home: DeviceTables | None = None
         self._knows_grad_norm = False  # perhaps not of the last step, whose norm is then NaN
-        self._overdue: SkippedStepError | None = None
         self._last_exchange: Exchange | Alone = ALONE
         self._agreed: tuple[Any, Agreement] = (None, NOTHING_AGREED)
         self._checked: Any = None
@@ -236,25 +210,19 @@ class NGNOptimizer(Optimizer):
 
     @property
     def on_skip(self) -> OnSkip:
-        return self._inner()._on_skip
+        return self._inner()._skip_policy.on_skip
 
     @on_skip.setter
     def on_skip(self, value: OnSkip) -> None:
-        if value not in get_args(OnSkip):
-            raise ValueError(f'on_skip={value!r}: must be "warn", "raise" or "ignore"')
-        self._inner()._on_skip = value
-        self._inner()._overdue = None
+        self._inner()._skip_policy = SkipPolicy(value, self.max_skipped_steps)
 
     @property
     def max_skipped_steps(self) -> int | None:
-        return self._inner()._max_skipped_steps
+        return self._inner()._skip_policy.limit
 
     @max_skipped_steps.setter
     def max_skipped_steps(self, value: int | None) -> None:
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"max_skipped_steps={value!r}: must be None or a positive integer")
-        self._inner()._max_skipped_steps = value
-        self._inner()._overdue = None
+        self._inner()._skip_policy = SkipPolicy(self.on_skip, value)
 
     @property
     def backend(self) -> str:
@@ -268,6 +236,9 @@ class NGNOptimizer(Optimizer):
 
     def _options(self) -> StepOptions:
         return StepOptions(self._loss_floor, self._loss_target, self._max_grad_norm)
+
+    def _saved_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SAVED_OPTIONS}
 
     def _option(self, name: str) -> Any:
         """As it was given; the attribute `state` is every optimizer's own."""
@@ -393,6 +364,10 @@ class NGNOptimizer(Optimizer):
             for place, param in enumerate(values["params"]):
                 yield group, place, param
 
+    def _named_params(self) -> Iterator[tuple[Tensor, str]]:
+        for group, place, param in self._all_params():
+            yield param, self._label(group, place)
+
     def _label(self, group: int, index: int) -> str:
         params = self.param_groups[group]
         name = params["param_names"][index] if "param_names" in params else None
@@ -475,8 +450,8 @@ class NGNOptimizer(Optimizer):
             exchange = self._exchange()
             try:
                 given, value = self._pending.of_step(closure, loss, self.param_groups)
-                if self._overdue is not None:
-                    self._raise_overdue()
+                if self._skip_policy.is_overdue:
+                    self._skip_policy.raise_overdue()
                 plan = self._prepare(value, exchange, closure is not None)
                 if plan is None or not add_up(plan, exchange, value is not None):
                     return given
@@ -488,7 +463,8 @@ class NGNOptimizer(Optimizer):
             self._knows_grad_norm |= plan.computes_norm
             skips = plan.home.report.poll_skips()
             if skips is not None:
-                self._report_skips(skips, exchange)
+                name, alone = type(self).__name__, exchange is ALONE
+                self._skip_policy.report(name, skips, alone, self._named_params)
             return given
 
     def _exchange(self) -> Exchange | Alone:
@@ -524,7 +500,7 @@ class NGNOptimizer(Optimizer):
         draft = self._draft(known) if plan is None else None
         # Check all that can be refused before the first collective.
         if isinstance(exchange, Exchange):
-            self._check_skip_options(exchange)
+            self._skip_policy.check(exchange.home)
             agreement = self._agreement(plan, values, device_lrs)
             unready = is_sharded(loss) or misplaced(plan, draft)
             exchange.meet(agreement, has_gradients(self.param_groups), unready)
@@ -568,20 +544,13 @@ class NGNOptimizer(Optimizer):
         self, plan: Plan | None, values: list[GroupValues], device_lrs: dict[int, Tensor]
     ) -> Agreement:
         """What must be the same on every rank, made again where something has changed."""
-        split = self._split_with_gradients()
-        forms = self._decay_form, self._nesterov
-        made_of = values, self._options(), forms, self._spectral, split
+        options = self._saved_options()
+        split = split_with_gradients(self.param_groups, self._spectral)
+        made_of = values, options, self._spectral, split
         if plan is None or self._agreed[0] != made_of:
-            options = {
-                "the algorithm": self.defaults["algorithm"],
-                "loss_floor": self._loss_floor,
-                "loss_target": self._loss_target,
-                "max_grad_norm": self._max_grad_norm,
-                "decay_form": self._decay_form,
-                "nesterov": self._nesterov,
-            }
+            options = {"the algorithm": self.defaults["algorithm"], **options}
             groups = [v._replace(lr=0.0) if i in device_lrs else v for i, v in enumerate(values)]
-            params = [p for group in self.param_groups for p in group["params"]]
+            params = [param for *_, param in self._all_params()]
             labels = [self._label(*place) for place in split]
             backend = partial(default_backend, self._backend)
             agreement = self._ranks.agreement(
@@ -590,17 +559,6 @@ class NGNOptimizer(Optimizer):
             self._agreed = made_of, agreement
         return self._agreed[1]
 
-    def _split_with_gradients(self) -> list[tuple[int, int]]:
-        """Group and place of the matrices of which ranks will send each other the parts."""
-        return [
-            (number, place)
-            for number, (spectral, group) in enumerate(
-                zip(self._spectral, self.param_groups, strict=True)
-            )
-            for place, param in enumerate(group["params"] if spectral is not None else ())
-            if param.grad is not None and has_split_matrices(param, spectral)
-        ]
-
     def _check_loss(self, loss: float | Tensor) -> None:
         """Raise if a loss on the host is below the floor; kernels check one on a device."""
         if not isinstance(loss, Tensor) and math.isfinite(loss) and loss < self._loss_floor:
@@ -608,56 +566,6 @@ class NGNOptimizer(Optimizer):
                 f"the loss {loss} is below loss_floor={self.loss_floor}: NGN step sizes need "
                 f"loss >= loss_floor, pass {type(self).__name__}(..., loss_floor=...) that holds"
             )
-
-    def _report_skips(self, skips: Skips, exchange: Exchange | Alone) -> None:
-        """Warn or raise; with other ranks all raise together, at the beginning of the next step."""
-        limit = self._max_skipped_steps
-        too_many = limit is not None and skips.in_a_row >= limit
-        raises = too_many or (
-            # An overflow under AMP is how a GradScaler finds its scale.
-            self._on_skip == "raise" and skips.reason is not Reason.AMP_OVERFLOW
-        )
-        if self._on_skip == "ignore" and not raises:
-            return
-        message = f"{type(self).__name__}: {self._described(skips.reason, exchange)}"
-        if too_many:
-            message += f" ({skips.in_a_row} steps in a row; max_skipped_steps={limit})"
-        if not raises:
-            warn(message, SkippedStepWarning)
-            return
-        error = SkippedStepError(message)
-        if exchange is ALONE:
-            raise error
-        self._overdue = error
-
-    def _check_skip_options(self, exchange: Exchange) -> None:
-        """Hosts of several GPUs learn of a skipped step at different times, and cannot raise together."""
-        raises = self._on_skip == "raise" or self._max_skipped_steps is not None
-        if raises and exchange.home.type != "cpu":
-            raise ValueError(
-                'on_skip="raise" and max_skipped_steps are not for several ranks on GPUs, which would '
-                "raise at different steps and wait for each other: read optimizer.skipped_steps "
-                "every few hundred steps, on all ranks alike"
-            )
-
-    def _raise_overdue(self) -> NoReturn:
-        error, self._overdue = self._overdue, None
-        assert error is not None
-        raise error
-
-    def _described(self, reason: Reason, exchange: Exchange | Alone) -> str:
-        """What happened, with the parameter where the host can see it."""
-        message = WARNINGS[reason]
-        if reason is Reason.LOSS_NOT_FINITE and exchange is not ALONE:
-            message += f" {OR_A_RANK}"
-        if reason in (Reason.GRADIENT_NOT_FINITE, Reason.ELEMENTS_KEPT):
-            named = [(param, self._label(*place)) for *place, param in self._all_params()]
-            grads = [(p.grad, f"the gradient of {name}") for p, name in named if p.grad is not None]
-            for tensor, name in (*named, *grads):
-                own = local(tensor)
-                if own.is_cpu and not own.isfinite().all():
-                    return f"{message} ({name} is not finite)"
-        return message
 
     def _draft(self, known: Plan | None = None) -> Draft:
         """Of parameters that take part, or of those alone that join a plan which is right otherwise."""
@@ -780,8 +688,7 @@ class NGNOptimizer(Optimizer):
             "_max_grad_norm": self._max_grad_norm,
             "_decay_form": self._decay_form,
             "_nesterov": self._nesterov,
-            "_on_skip": self._on_skip,
-            "_max_skipped_steps": self._max_skipped_steps,
+            "_skip_policy": self._skip_policy,
             "_backend": self._backend,
             "_ranks": self._ranks,
             "_storage": self._storage,
@@ -793,8 +700,6 @@ class NGNOptimizer(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch's; groups would take it over
         if "_backend" in state:  # unpickled or copied, not merely loaded
-            for name, value in NEWER.items():
-                self.__dict__.setdefault(name, value)
             forms = self._decay_form, self._nesterov
             self._own_rule = rule_of(self.defaults["algorithm"], *forms)
             self._forget()
@@ -813,7 +718,7 @@ class NGNOptimizer(Optimizer):
         state, groups = self.state, self.param_groups
         options = {
             "skipped_steps": int(self.skipped_steps),
-            **{name: getattr(self, name) for name in SAVED_OPTIONS},
+            **self._saved_options(),
         }
         for group in groups:
             group[SAVED] = dict(options)
@@ -846,9 +751,8 @@ class NGNOptimizer(Optimizer):
             for index, (group, place, param) in enumerate(self._all_params())
         ]
         loaded = load(state_dict, self.param_groups, self.defaults, params, self._storage)
-        for name in SAVED_OPTIONS if loaded.options else ():
-            mine = getattr(self, name)
-            saved = loaded.options.get(name, NEWER.get(f"_{name}", mine))
+        for name, mine in self._saved_options().items() if loaded.options else ():
+            saved = loaded.options.get(name, NEWER.get(name, mine))
             if saved != mine:
                 warn(
                     f"the loaded run had {name}={saved!r}, and this {type(self).__name__} goes on with "
@@ -856,7 +760,7 @@ class NGNOptimizer(Optimizer):
                     UserWarning,
                 )
         self.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
-        self._overdue = None
+        self._skip_policy.forgive()
         for tables in self._tables.values():
             tables.report.end_row_of_skips()
         if "skipped_steps" in loaded.options:

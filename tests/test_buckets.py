@@ -24,9 +24,9 @@ from torch import Tensor
 from ngn_kernels import SkippedStepWarning
 from ngn_kernels.distributed.exchange import Ranks
 from ngn_kernels.layout import Reason
-from ngn_kernels.optimizer import WARNINGS
 from ngn_kernels.planning import plan
 from ngn_kernels.planning.rows import BucketKey
+from ngn_kernels.skips import WARNINGS
 
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

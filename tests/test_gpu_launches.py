@@ -23,9 +23,10 @@ import ngn_kernels
 import ngn_kernels.backends as backends
 from ngn_kernels.distributed.exchange import Message, Ranks, Status
 from ngn_kernels.layout import Reason
-from ngn_kernels.optimizer import WARNINGS, SkippedStepError
+from ngn_kernels.messages import SkippedStepError
 from ngn_kernels.planning.rows import BucketKey
 from ngn_kernels.planning.transfer import SPARE, Pinned
+from ngn_kernels.skips import WARNINGS
 
 ENGINES = ("triton", "cuda")
 EACH_ENGINE = pytest.mark.parametrize("engine", ENGINES)
@@ -419,6 +420,21 @@ def test_a_skipped_step_is_warned_of_some_steps_later(
     (message,) = said()
     assert "gradient scaler found an overflow" in message
     assert said() == []
+
+
+def test_a_skipped_step_raises_some_steps_later(fake_gpu: FakeGPU) -> None:
+    """But an overflow under AMP is warned of."""
+    optimizer, _ = optimizer_of(NGNMDv1, 3, on_skip="raise")
+    step = lambda: optimizer.step(loss=new_loss())  # noqa: E731
+    step()
+    fake_gpu.counts = [0, 1, Reason.AMP_OVERFLOW]
+    step()
+    fake_gpu.counts = [0, 2, Reason.LOSS_NOT_FINITE]
+    (message,) = warnings_of(step)
+    assert "gradient scaler found an overflow" in message
+    with pytest.raises(SkippedStepError, match="the loss is not finite"):
+        step()
+    step()
 
 
 def test_too_many_skips_in_a_row_raise_some_steps_later(

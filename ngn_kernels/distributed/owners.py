@@ -22,6 +22,18 @@ def has_split_matrices(param: Tensor, spectral: Spectral | None) -> bool:
     return spectral is not None and is_split(param, spectral.stacked(param.dim()))
 
 
+def split_with_gradients(
+    groups: list[dict[str, Any]], spectral: list[Spectral | None]
+) -> list[tuple[int, int]]:
+    """Group and place of the matrices of which ranks will send each other the parts."""
+    return [
+        (number, place)
+        for number, (how, group) in enumerate(zip(spectral, groups, strict=True))
+        for place, param in enumerate(group["params"] if how is not None else ())
+        if param.grad is not None and has_split_matrices(param, how)
+    ]
+
+
 def check_group(group: Any, device: torch.device, label: str) -> None:
     """Raise unless the ranks of a group can send each other the parts of a matrix."""
     if group is None:

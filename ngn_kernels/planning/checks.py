@@ -28,7 +28,7 @@ def check_param(param: Tensor, label: str) -> None:
     owner = flattened_by(param)
     if owner is not None:
         raise TypeError(
-            f"{label} is a part of what {owner} flattened and sharded behind the optimizer's back, so "
+            f"{label} is a part of what {owner} flattened and sharded without telling the optimizer, so "
             "that no rank knows the whole model's step size: use torch.distributed.fsdp.fully_shard "
             "(FSDP2), DistributedDataParallel, or ZeroRedundancyOptimizer with replicas=1"
         )

@@ -43,9 +43,7 @@ class Memory(NamedTuple):
     inputs: Inputs
     report: Report
     sums: Tensor  # of this process: reduce writes the row of the bucket
-    totals: (
-        Tensor  # of all ranks, whose rows add up to a step's; of a process alone the same memory
-    )
+    totals: Tensor  # of all ranks, which add up to a step's; of a process alone the same memory
     bucket_index: int
     gradients: Callable[[], list[Tensor | None]]  # this step's, as reals in the memory order of x
 

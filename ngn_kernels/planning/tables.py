@@ -189,9 +189,8 @@ class Report:
         if not skipped:
             return None
         self._seen += skipped
-        if (
-            skipped == steps
-        ):  # more where a captured step was replayed, and nobody knows their order
+        # More where a captured step was replayed, and nobody knows their order.
+        if skipped == steps:
             self._in_a_row += steps
         return Skips(Reason(counts[Count.LAST_REASON]), self._in_a_row)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..optimizer import NGNOptimizer
 
-SHARDS_BEHIND_THE_OPTIMIZER = (
-    "flattens and shards parameters behind the optimizer's back, so that a step sees neither all "
+SHARDS_FLAT = (
+    "flattens and shards parameters without telling the optimizer, so that a step sees neither all "
     "gradients nor its own loss: train with DDP or FSDP2, or with another optimizer"
 )
 

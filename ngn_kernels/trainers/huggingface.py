@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..optimizer import NGNOptimizer
-from .feed import SHARDS_BEHIND_THE_OPTIMIZER, Feed, require_version, telemetry, unwrapped
+from .feed import SHARDS_FLAT, Feed, require_version, telemetry, unwrapped
 
 Owner = TypeVar("Owner")
 
@@ -117,9 +117,7 @@ def _refuse_shards(accelerator: Any) -> None:
         return
     if kind in ("DEEPSPEED", "MEGATRON_LM", "FSDP"):
         name = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP": "FSDP 1"}[kind]
-        raise RuntimeError(
-            f"NGN optimizers do not work with {name}: it {SHARDS_BEHIND_THE_OPTIMIZER}"
-        )
+        raise RuntimeError(f"NGN optimizers do not work with {name}: it {SHARDS_FLAT}")
 
 
 def _refuse_policy_gradients(trainer: Any, optimizers: list[NGNOptimizer]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .feed import SHARDS_BEHIND_THE_OPTIMIZER, Feed, require_version, telemetry, unwrapped
+from .feed import SHARDS_FLAT, Feed, require_version, telemetry, unwrapped
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 MINIMUM = (2, 1)
@@ -55,9 +55,7 @@ class Hooks:
             raise RuntimeError("the Trainer has more than one FeedLoss(): one is enough")
         names = {cls.__name__ for cls in type(trainer.strategy).__mro__}
         for name in names & {"DeepSpeedStrategy", "FSDPStrategy"}:
-            raise RuntimeError(
-                f"NGN optimizers do not work with {name}: it {SHARDS_BEHIND_THE_OPTIMIZER}"
-            )
+            raise RuntimeError(f"NGN optimizers do not work with {name}: it {SHARDS_FLAT}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         optimizers = unwrapped(trainer.optimizers)
