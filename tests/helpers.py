@@ -69,6 +69,7 @@ IMPORTS_COMPILER = torch.__version__ >= (2, 8)
 FSDP2_ON_ONE_CPU = pytest.mark.skipif(
     torch.__version__ < (2, 7), reason="this torch's FSDP2 wants streams of a GPU"
 )
+TORCHS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 COMPILES = pytest.mark.skipif(not IMPORTS_COMPILER, reason="this torch needs an older Triton")
 
 

@@ -471,11 +471,12 @@ def test_overflow_of_the_storage_type(gpu: Any) -> None:
 
 @on("triton-90")
 def test_a_second_step_compiles_nothing(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new lr, new gradients and a new loss reach the kernel that is already there."""
+    """New values, options, gradients and losses reach the kernel that is already there."""
     optimizer = NGNMDv1.build(random_columns(SHAPES), backend=gpu.name)
     train(optimizer, 0)
     kernels = backends._load("triton").kernels  # type: ignore[union-attr]
     for kernel in (kernels.reduce, kernels.apply):
         monkeypatch.setattr(kernel, "run", lambda *a, **k: pytest.fail("bound and looked up again"))
-    optimizer.param_groups[0]["lr"] = 0.123
+    optimizer.param_groups[0] |= {"lr": 0.123, "step_cap": 0.4, "weight_decay": 0.02}
+    optimizer.loss_target, optimizer.loss_floor = 0.7, -0.5
     check_next_step(NGNMDv1, optimizer, seed=1, loss=7.0)

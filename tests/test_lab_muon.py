@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import real64
+from helpers import TORCHS_MUON, real64
 from oracle import Spectral
 from torch import nn
 from torch.nn import Parameter
@@ -100,6 +100,7 @@ def test_muonmax_momo(lr: float) -> None:
     assert any(capped) == (lr == 10.0)
 
 
+@TORCHS_MUON
 def test_muon_and_adam_are_torchs() -> None:
     params, (matrix, vector) = start(), start()
     both = muon.MuonAdam(params, 0.1, (0.9, 0.99), 0.0)
@@ -115,7 +116,14 @@ def test_muon_and_adam_are_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ngn-muon", "ngn-muon-nesterov", "muon", "muonmax-momo", "ngn-scion"]
+    "name",
+    [
+        "ngn-muon",
+        "ngn-muon-nesterov",
+        pytest.param("muon", marks=TORCHS_MUON),
+        "muonmax-momo",
+        "ngn-scion",
+    ],
 )
 def test_models_are_split_alike(name: str) -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))

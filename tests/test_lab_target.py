@@ -81,7 +81,7 @@ def kept(folder: Path, runs: list[dict[str, Any]]) -> list[summary.Kept]:
 def test_each_optimizer_at_one_setting_is_compared_with_tuned_adam(tmp_path: Path) -> None:
     table = target.untuned_table(kept(tmp_path, RUNS), target.UNTUNED)
     headings = [column.heading for column in table.columns]
-    assert headings[:3] == ["task", "Adam, tuned", "NGN-MDv1, target 0.8, lr 1"]
+    assert headings[:3] == ["task", "Adam, tuned", "NGN-MDv1, target 0.2, lr 0.01"]
     first, second, last = (dict(zip(headings, row, strict=True)) for row in table.rows)
     assert first["Adam, tuned"] == "97.60 (0.01)"
     assert first["NGN-MDv1, target 0.8, lr 1"] == "**97.20**"  # within half a point
@@ -108,8 +108,8 @@ def test_perplexities_are_compared_in_per_cent(tmp_path: Path) -> None:
 def test_nothing_is_compared_with_an_adam_that_is_not_tuned(tmp_path: Path) -> None:
     runs = [*scores("ngn-mdv1", {1.0: 98.0}, AIMED), *scores("adam", {1e-3: 97.0}, COSINE)]
     table = target.untuned_table(kept(tmp_path, runs), target.UNTUNED)
-    assert table.rows[0][1:3] == ["97.00* (0.001)", "98.00"]
-    assert table.rows[-1][2] == "–"
+    assert table.rows[0][1:4] == ["97.00* (0.001)", "–", "98.00"]
+    assert table.rows[-1][3] == "–"
 
 
 def test_decades_are_those_of_the_same_options(tmp_path: Path) -> None:
@@ -118,6 +118,36 @@ def test_decades_are_those_of_the_same_options(tmp_path: Path) -> None:
     assert table.rows == [["A task", "97.60; 0", "–", "–", "–", "97.30; ≥ 1", "–", "–"]]
     unscheduled = target.decades_table(sweeps, target.UNSCHEDULED)
     assert unscheduled.rows == [["A task", "99.00*; ≥ 0", "–", "–"]]
+
+
+def test_readme_has_each_setting_and_the_decades_held(tmp_path: Path) -> None:
+    sweeps = kept(tmp_path, RUNS)  # of the second task no Adam is known
+    table = target.headline_table(sweeps, target.HEADLINE_SETTINGS)
+    first, last = (
+        dict(zip((column.heading for column in table.columns), row, strict=True))
+        for row in table.rows
+    )
+    assert first["task"] == "A task" and first["Adam, tuned"] == "97.60"
+    assert first["NGN-MDv1, target 0.8, lr 1"] == "**97.20**" and first["Prodigy, lr 1"] == "97.05"
+    assert first["NGN-MDv1, target 0.2, lr 0.01"] == "–"
+    assert first["decades, Adam"] == "0" and first["decades, NGN-MDv1, target 0.8"] == "≥ 1"
+    counts = ("NGN-MDv1, target 0.8, lr 1", "Prodigy, lr 1", "NGN-MDv1, target 0.2, lr 0.01")
+    assert [last[name] for name in counts] == ["1 of 1", "0 of 1", "–"]
+
+
+def test_a_floor_is_named(tmp_path: Path) -> None:
+    lab = aimed(tmp_path, [])
+    with_floor = [f"{command} --loss-floor known" for command in COMMANDS[:1]]
+    text = (lab / target.INDEX).read_text()
+    (lab / target.INDEX).write_text(text.replace(COMMANDS[1], with_floor[0]))
+    options = {**AIMED, "loss_floor": "known"}
+    runs = [*RUNS[:1], *scores("ngn-mdv1", {0.1: 98.3}, options)]
+    (lab / "a" / "runs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in runs))
+    (table,) = target.grid_tables(summary.load(lab, planned, target.INDEX)[0])
+    assert [row[2:4] for row in table.rows] == [
+        ["cosine", "97.30"],
+        ["cosine, floor known", "98.30"],
+    ]
 
 
 def test_missing_runs_are_named_with_their_options(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from algorithms import Hyper, NGNMDv1, NGNMuon
 from helpers import (
     SHAPES,
+    TORCHS_MUON,
     bits,
     params_of,
     random_columns,
@@ -91,6 +92,7 @@ def test_how_near_singular_values_come_to_one(coefficients: Any, low: float, hig
     assert low < float(singular.min()) and float(singular.max()) < high
 
 
+@TORCHS_MUON
 def test_bfloat16_as_on_gpus() -> None:
     """The direction is that of torch's Muon, and never uphill."""
     from torch.optim._muon import _zeropower_via_newtonschulz as torchs
@@ -167,6 +169,7 @@ def test_gpus_with_fast_bfloat16_products_use_them(
     assert spectral.work_dtype("auto", torch.float32, torch.device("meta")) == torch.float32
 
 
+@TORCHS_MUON
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_scales_are_torchs(adjust: str) -> None:
     from torch.optim._muon import _adjust_lr

@@ -85,6 +85,8 @@ HEADLINE_SETTINGS = (
     Line("schedulefree", lr=2.5e-3),
 )
 """README's."""
+HELD = (ADAM, Line("ngn-mdv1", "0.8"))
+"""Those of which README says how wide their range of good step sizes is."""
 UNTUNED = (*HEADLINE_SETTINGS, Line("momo-adam", lr=1e-2), Line("dadapt-adam", lr=1.0))
 """Each optimizer at one setting: that of this page, the defaults of the others, and a larger lr of
 Adam, which in hindsight suits these tasks better than its default."""
@@ -148,29 +150,35 @@ def untuned_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
 
 
 def headline_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
-    """README's: the same with a row for each line, of the tasks on which a tuned Adam is known."""
-    tuned = {}
+    """README's: the tasks on which a tuned Adam is known, shorter, and the decades that two lines hold."""
+    rows = []
+    within, shown = dict.fromkeys(lines, 0), dict.fromkeys(lines, 0)
     for sweep in kept:
-        results = ADAM.results(sweep)
-        best = None if results is None else results.best("adam")
-        if results is not None and best is not None and results.best_is_sure("adam"):
-            tuned[sweep.folder.name] = sweep, results, best
-    rows = [["Adam, tuned for each task", *(number(best.mean) for *_, best in tuned.values()), ""]]
-    for line in lines:
-        row, within, shown = [line.label], 0, 0
-        for sweep, results, best in tuned.values():
+        tuned = ADAM.results(sweep)
+        best = None if tuned is None else tuned.best("adam")
+        if tuned is None or best is None or not tuned.best_is_sure("adam"):
+            continue
+        row = [SHORT.get(sweep.folder.name, sweep.title), number(best.mean)]
+        for line in lines:
             cell = line.cell(sweep)
             if cell is None:
                 row.append("–")
                 continue
-            good = results.good(cell.mean, best.mean, GOAL[results.metric])
+            good = tuned.good(cell.mean, best.mean, GOAL[tuned.metric])
+            within[line], shown[line] = within[line] + good, shown[line] + 1
             text = "diverged" if cell.diverged else number(cell.mean)
             row.append(f"**{text}**" if good else text)
-            within, shown = within + good, shown + 1
-        if shown:
-            rows.append([*row, f"{within} of {shown}"])
-    headings = columns("one setting for all tasks", *(SHORT[name] for name in tuned), "as good")
+        rows.append([*row, *(_decades(line.results(sweep), line.name) for line in HELD)])
+    counts = (f"{within[ln]} of {shown[ln]}" if shown[ln] else "–" for ln in lines)
+    rows.append(["as good", "", *counts, *("" for _ in HELD)])
+    decades = (f"decades, {line.label}" for line in HELD)
+    headings = columns("task", "Adam, tuned", *(line.label for line in lines), *decades)
     return Table("One setting", headings, rows)
+
+
+def _decades(results: Results | None, name: str) -> str:
+    found = None if results is None else results.good_range(name, results.default_margin)
+    return "–" if found is None else str(found.width)
 
 
 def decades_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
@@ -214,6 +222,8 @@ def _words(options: Options, own: bool) -> str:
         words.append("no cap" if cap == "no" else f"cap {cap}")
     if "weight_decay" in given:
         words.append(f"decay {given['weight_decay']}")
+    if "loss_floor" in given:
+        words.append(f"floor {given['loss_floor']}")
     return ", ".join(words)
 
 
@@ -414,7 +424,12 @@ def sections(kept: Sequence[Kept]) -> dict[str, str]:
         parts[name] = f"{markdown_table(table)}\n{table.caption}\n".rstrip() + "\n"
     for sweep in kept:
         tables = "\n".join(markdown_table(table) for table in grid_tables(sweep))
-        missing = f"**Not finished**: {sweep.missing_text()}.\n\n" if sweep.missing else ""
+        missing = ""
+        if sweep.missing:
+            missing = (
+                f"**Not finished**: {len(sweep.missing)} of {len(sweep.wanted)} planned runs, each of one "
+                "step size and seed, are missing; `ngn-bench summary` lists them.\n\n"
+            )
         note = skipped_note(sweep.runs)
         parts[sweep.folder.name] = missing + tables + (f"\n{note}\n" if note else "")
     return parts
