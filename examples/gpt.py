@@ -15,13 +15,13 @@ def main():
     tokens, alphabet = characters(args.text)
     model = GPT(len(alphabet), CONTEXT)
 
-    # No decay on biases and norms. Each step takes 0.8 of its loss for the lowest possible one, and
+    # No decay on biases and norms. Each step takes 0.2 of its loss for the lowest possible one, and
     # the schedule scales the whole step, since ρ is computed at step_cap and not at the schedule's lr.
     optimizer = NGNMDv1(
         groups(model, weight_decay=0.1),
-        lr=1.0,
-        step_cap=1.0,
-        loss_target=0.8,
+        lr=1e-2,
+        step_cap=1e-2,
+        loss_target=0.2,
         decay_form="adamw",
         max_grad_norm=1.0,
     )

@@ -25,9 +25,9 @@ def main():
     model = GPT2LMHeadModel(config)
     optimizer = NGNMDv1(
         groups(model, weight_decay=0.1),
-        lr=1.0,
-        step_cap=1.0,
-        loss_target=0.8,
+        lr=1e-2,
+        step_cap=1e-2,
+        loss_target=0.2,
         decay_form="adamw",
         max_grad_norm=1.0,
     )

@@ -33,7 +33,7 @@ def rings(setup):
 def main():
     from ngn_bench.cli import main as ngn_bench
 
-    # Three step sizes each; a real search takes the default of eight, and several seeds.
+    # Four step sizes each; a real search takes the default of eight, and several seeds.
     command = ["sweep", "--task", f"{__file__}:rings", "--optimizers", "ngn-mdv1,ngn-m,adam"]
     return ngn_bench([*command, "--lr", "1e-3:1", "--seeds", "1", *sys.argv[1:]])
 

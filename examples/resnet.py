@@ -47,9 +47,9 @@ def main():
     model = resnet()
     optimizer = NGNMDv1(
         groups(model, weight_decay=0.01),
-        lr=1.0,
-        step_cap=1.0,
-        loss_target=0.8,
+        lr=1e-2,
+        step_cap=1e-2,
+        loss_target=0.2,
         decay_form="adamw",
     )
     scheduler = warmup_cosine(optimizer, args.steps)
