@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -24,6 +25,13 @@ FIX = (
     "without the extension: every optimizer works then, on CPUs with plain torch operations that "
     "are 15 to 55 times slower"
 )
+TOOLS = (
+    "leave out --no-build-isolation, or install cmake, ninja and pybind11 beside setuptools and repeat "
+    "the command"
+)
+# Without build isolation, CMake may be in an environment that is not activated.
+SCRIPTS = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+ENVIRONMENT = {**os.environ, "PATH": SCRIPTS}
 CUDA = os.environ.get("NGN_CUDA", "auto")
 CUDA_FIX = (
     " With NGN_CUDA=on it also needs nvcc; CMake's message above says what is missing, and "
@@ -70,9 +78,13 @@ class CMakeBuild(build_ext):
                 f"-DNGN_CUDA={CUDA}",
                 *shlex.split(os.environ.get("NGN_CMAKE_ARGS", "")),
             ]  # fmt: skip
-            subprocess.run(configure, check=True)
-            subprocess.run([*compile_all, "--target", "_cpu"], check=True)
-        except (ImportError, OSError, subprocess.CalledProcessError) as error:
+            subprocess.run(configure, check=True, env=ENVIRONMENT)
+            subprocess.run([*compile_all, "--target", "_cpu"], check=True, env=ENVIRONMENT)
+        except (ImportError, FileNotFoundError) as error:
+            raise SystemExit(
+                f"ngn_kernels: the C++ extension was not built ({error}): {TOOLS}"
+            ) from error
+        except (OSError, subprocess.CalledProcessError) as error:
             raise SystemExit(
                 f"ngn_kernels: the C++ extension was not built ({error}): {FIX}.{CUDA_FIX}"
             ) from error
@@ -80,7 +92,7 @@ class CMakeBuild(build_ext):
             raise SystemExit(f"ngn_kernels: CMake made no {target.name}")
         # Afterwards, so that nvcc has the memory to itself, and what fails is known to be its part.
         try:
-            subprocess.run(compile_all, check=True)
+            subprocess.run(compile_all, check=True, env=ENVIRONMENT)
         except subprocess.CalledProcessError as error:
             targets["ngn_kernels._cuda"].unlink(missing_ok=True)
             if CUDA == "on":

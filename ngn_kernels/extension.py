@@ -16,6 +16,10 @@ REBUILD = (
     "pip install --force-reinstall --no-deps --no-cache-dir ngn_kernels (in a clone: pip install "
     "--force-reinstall --no-deps .)"
 )
+# Wheels of some systems have no CUDA kernels, or need a newer driver.
+REBUILD_CUDA = (
+    f"NGN_CUDA=on {REBUILD.replace('ngn_kernels', '--no-binary ngn_kernels ngn_kernels', 1)}"
+)
 NAMES = {"_cpu": "the C++ extension", "_cuda": "the module of CUDA kernels"}
 COMPILERS = ("c++", "g++", "clang++", "cl", "clang-cl")
 
@@ -36,7 +40,8 @@ def why_missing(module: str = "_cpu") -> str | None:
 def _sources() -> dict[str, int]:
     """What compiled modules say of their sources, where these lie beside the package, as in a clone."""
     folder = Path(__file__).resolve().parents[1] / "csrc"
-    return {"SOURCES_CHECKSUM": layout.sources_checksum(folder)} if folder.is_dir() else {}
+    is_ours = (folder / "generate_layout.py").is_file()
+    return {"SOURCES_CHECKSUM": layout.sources_checksum(folder)} if is_ours else {}
 
 
 def is_built(module: str) -> bool:
@@ -54,8 +59,7 @@ def _why_not_imported(error: ImportError, module: str = "_cpu") -> str:
         return f"{name} is of another Python ({', '.join(others)}); build it: {REBUILD}"
     if module == "_cuda":
         return (
-            f"{name} is not built: install CUDA's compiler (nvcc 12 or newer), then "
-            f"NGN_CUDA=on {REBUILD}"
+            f"{name} is not built: install CUDA's compiler (nvcc 12 or newer), then {REBUILD_CUDA}"
         )
     if not compilers():
         return f"{name} is not built: install a C++ compiler, such as g++, then {REBUILD}"

@@ -187,7 +187,7 @@ SOURCE_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".py")
 def sources_checksum(folder: Path) -> int:
     """A number that changes with the files of csrc; compiled modules carry that of their sources."""
     number = 0
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCE_SUFFIXES):
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCE_SUFFIXES and p.is_file()):
         number = zlib.crc32(path.relative_to(folder).as_posix().encode(), number)
         number = zlib.crc32(path.read_bytes().replace(b"\r\n", b"\n"), number)
     return number

@@ -16,6 +16,10 @@ check() {
   "$RELEASE/python" -m ziglang c++ -target "$target" $flags -DNGN_ISA="$isa" "$@" -fsyntax-only csrc/cpu/engine.cpp
   echo "platforms: $target $isa compiles"
 }
+# MSVC's linker does not get Clang's own library, which has what __builtin_cpu_supports reads.
+"$RELEASE/python" -m ziglang c++ -target x86_64-windows-gnu $flags -DNGN_ISA=avx2 -mavx2 -mfma \
+  -c csrc/cpu/engine.cpp -o "$build/engine.obj"
+if grep -q __cpu_model "$build/engine.obj"; then echo "platforms: engine.cpp needs Clang's library" >&2; exit 1; fi
 check x86_64-windows-gnu baseline
 check x86_64-windows-gnu avx2 -mavx2 -mfma
 check x86_64-windows-gnu avx512 -mfma -mavx512f -mavx512vl -mavx512bw -mavx512dq -mprefer-vector-width=512

@@ -128,12 +128,16 @@ def test_an_extension_of_another_rule_is_not_used(
     monkeypatch.setattr(extension, "__file__", str(tmp_path / "ngn_kernels" / "extension.py"))
     monkeypatch.setattr(extension, "_sources", extension._sources.__wrapped__)
     (tmp_path / "csrc" / "notes.txt").write_text("no source")
+    (tmp_path / "csrc" / ".#rule.h").symlink_to("an editor's lock, which is no file")
     assert extension.why_missing() is None
     rule = tmp_path / "csrc" / "math" / "rule.h"
     rule.write_text(rule.read_text().replace("left * gamma", "gamma"))
     assert "other sources" in str(extension.why_missing())
     shutil.rmtree(tmp_path / "csrc")
     assert extension.why_missing() is None, "an installed package has no sources beside it"
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "other.cpp").write_text("int x;")
+    assert extension.why_missing() is None, "these are another package's"
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,19 @@ def test_many_chunks_on_more_threads_than_cores(name: str, dtype: torch.dtype) -
         assert all(map(torch.equal, results[0], other))
 
 
+def test_instruction_sets_are_those_of_the_processor() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or not cpuinfo.exists():
+        pytest.skip("nobody else says what this processor has")
+    flags = set(cpuinfo.read_text().partition("flags")[2].partition("\n")[0].split())
+    needed = {
+        "avx512": {"avx512f", "avx512vl", "avx512bw", "avx512dq", "avx2", "fma"},
+        "avx2": {"avx2", "fma"},
+        "baseline": set(),
+    }
+    assert _cpu.isas() == [isa for isa, features in needed.items() if features <= flags]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @EVERY
 def test_every_instruction_set_computes_the_same(algorithm: Algorithm, dtype: torch.dtype) -> None:

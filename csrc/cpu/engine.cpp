@@ -10,6 +10,9 @@
 #include "cpu/float_loop.h"
 #include "cpu/quant_loop.h"
 #include "math/rule.h"
+#if defined(__AVX2__)
+#include "cpu/features.h"
+#endif
 
 #define NGN_STRING_(a) #a
 #define NGN_STRING(a) NGN_STRING_(a)
@@ -167,10 +170,9 @@ void decode(EncodedColumn column, int64_t numel, float* values) {
 
 bool runs_here() {
 #if defined(__AVX512F__)
-  return __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  return has_features(FMA | AVX, AVX2 | AVX512F | AVX512DQ | AVX512BW | AVX512VL, AVX512_REGISTERS);
 #elif defined(__AVX2__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return has_features(FMA | AVX, AVX2, AVX_REGISTERS);
 #else
   return true;
 #endif

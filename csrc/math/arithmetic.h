@@ -14,7 +14,11 @@
 
 #include "math/tables.h"
 
+#ifdef __CUDACC__
+#define NGN_INLINE __forceinline__
+#else
 #define NGN_INLINE __attribute__((always_inline)) inline
+#endif
 
 namespace ngn {
 // One inline namespace per instruction set: the linker must not swap one's functions for another's.

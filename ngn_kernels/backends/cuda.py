@@ -37,7 +37,8 @@ class CudaBackend(GpuBackend):
         except _cuda.DriverError as error:
             return (
                 f"{device} does not take the CUDA kernels: {error}; they are code for "
-                f"sm_{_cuda.TARGETS.replace(' ', ', sm_')} by nvcc {_cuda.COMPILER}"
+                f"sm_{_cuda.TARGETS.replace(' ', ', sm_')} by nvcc {_cuda.COMPILER}; a newer driver "
+                "may take them, or a build by an nvcc of this driver's CUDA version"
             )
         return None
 
