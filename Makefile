@@ -12,7 +12,7 @@ RELEASE := .venv-release
 CONSTRAINTS ?= constraints.txt
 SOURCES := $(wildcard csrc/*.py csrc/*.h csrc/*/*) ngn_kernels/layout.py CMakeLists.txt setup.py pyproject.toml
 
-.PHONY: help test test-python test-ranks test-trainers test-triton test-cuda test-ptx test-gpu gpu-report nvcc examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 platforms package wheels sdist workflows actionlint notebook site clean
+.PHONY: help tag-matches test test-python test-ranks test-trainers test-triton test-cuda test-ptx test-gpu gpu-report nvcc examples lint types bench bench-suite readme readme-check reference sanitize sanitize-threads mutants soak aarch64 platforms package wheels sdist workflows actionlint notebook site clean
 
 help:
 	@echo "make test         the tests, on every backend that runs here"
@@ -67,8 +67,8 @@ test-triton: $(BUILT)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
 		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py tests/test_buckets.py
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton \
-		tests/test_target.py tests/test_decay_form.py tests/test_nesterov.py \
-		-k "(0.8 and clipping) or telemetry or keeps_the_norm or scales or test_steps[ or narrow_state"
+		tests/test_target.py tests/test_decay_form.py tests/test_nesterov.py tests/test_muon.py -k \
+		"(0.8 and clipping) or telemetry or keeps_the_norm or scales or test_steps[ or narrow_state or edge_matrices"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
 		tests/test_layouts.py -k "float32 or expanded or complex"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --backend triton -m essential \
@@ -80,8 +80,8 @@ test-cuda: $(BUILT)
 	$(BIN)/python -m pytest -q --backend cuda -m essential \
 		tests/test_conformance.py tests/test_atomic.py tests/test_amp.py tests/test_buckets.py
 	$(BIN)/python -m pytest -q --backend cuda \
-		tests/test_target.py tests/test_decay_form.py tests/test_nesterov.py \
-		-k "(0.8 and clipping) or telemetry or keeps_the_norm or scales or test_steps[ or narrow_state"
+		tests/test_target.py tests/test_decay_form.py tests/test_nesterov.py tests/test_muon.py -k \
+		"(0.8 and clipping) or telemetry or keeps_the_norm or scales or test_steps[ or narrow_state or edge_matrices"
 	$(BIN)/python -m pytest -q --backend cuda -m essential tests/test_layouts.py \
 		-k "float32 or expanded or complex"
 	$(BIN)/python -m pytest -q --backend cuda -m essential tests/test_narrow.py tests/test_rounding.py \
@@ -103,7 +103,7 @@ examples: $(TRAINERS)/.built
 
 # Where CUDA's toolkit is not installed: its compiler as wheels, which the next build finds.
 nvcc: $(CREATED)
-	$(BIN)/pip install --quiet nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-runtime nvidia-nvvm
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-runtime nvidia-nvvm
 	rm -f $(BUILT)
 
 lint: $(BUILT)
@@ -173,6 +173,10 @@ sdist:
 	$(PYTHON) -m venv $(RELEASE)
 	$(RUN)/pip install --quiet build
 	$(RUN)/python -m build --sdist --outdir dist .
+
+# TAG: such as v0.1.0, which is released.
+tag-matches:
+	test "$(TAG)" = "v$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' ngn_kernels/version.py)"
 
 workflows: $(RELEASE)/.built
 	$(RELEASE)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,11 @@ from ngn_kernels import spectral
 from ngn_kernels.backends import availability
 
 WORK_DTYPE = spectral.work_dtype
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+REQUIRED = os.environ.get("NGN_REQUIRE_GPU") == "1"
+"""Where a GPU is meant to be, what would be skipped for want of one fails."""
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and not REQUIRED, reason="torch sees no GPU here"
+)
 
 ENGINES = ("cuda", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +44,7 @@ def engine(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     reason = availability()[name]
     if reason is not None:
-        pytest.skip(reason)
+        (pytest.fail if REQUIRED else pytest.skip)(reason)
     return name
 
 

@@ -29,8 +29,8 @@ TESTS = Path(__file__).resolve().parents[2] / "tests" / "test_gpu.py"
 WORKLOADS = ("transformer++-70m", "one:16M", "one:1M", "many-small")
 FORMS = ("ngnmdv1:{}", "ngnmdv2:{}", "ngnm:{}", "ngnmdv1:{}/bfloat16", "ngnmdv1:{}/8bit")
 TENSORS = (1, 100, 10_000)
-# Bytes per second at the vendors' peak, as in docs/gpu.md: parts of a device's name.
-PEAKS = {"A100": 2.04e12, "H100": 3.35e12, "B200": 8.0e12, "MI300X": 5.3e12}
+# Bytes per second at the vendors' peak, as in docs/gpu.md, where a device does not say its own.
+PEAKS = {"AMD Instinct MI300X": 5.3e12}
 PARTS = (
     "python -m ngn_kernels: the machine, and which engines run here",
     "tests/test_gpu.py: results, no waiting, CUDA graphs, several devices",
@@ -114,11 +114,15 @@ def time_steps(
 
 
 def peak_of(device: torch.device) -> float | None:
-    """The vendor's bandwidth of a GPU that docs/gpu.md projects for."""
+    """The bandwidth of a GPU's memory: two transfers a clock on NVIDIA's; None where it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    properties = torch.cuda.get_device_properties(device)
+    kilohertz = getattr(properties, "memory_clock_rate", 0)
+    bits = getattr(properties, "memory_bus_width", 0)
+    if torch.version.hip is None and kilohertz and bits:
+        return 2 * kilohertz * 1e3 * bits / 8
+    return PEAKS.get(properties.name)
 
 
 def page(data: dict[str, Any], picture: Path) -> str:
