@@ -184,7 +184,8 @@ def _converted(
 
 def _for_adamw(values: Mapping[str, Any], group: Mapping[str, Any], lr: float) -> dict[str, Any]:
     """A parameter's state as that of an AdamW with this lr."""
-    v, m, step = values["exp_avg_sq"], values.get("momentum_buffer"), float(values["step"])
+    v, m, step = _wide(values["exp_avg_sq"]), values.get("momentum_buffer"), float(values["step"])
+    m = None if m is None else _wide(m)
     average = torch.zeros_like(v)
     if m is not None and lr > 0:
         average = _scaled(m, preconditioner(v, step, group) * (_bias(group, 0, step) / lr))

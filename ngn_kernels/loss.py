@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .backwards import BackwardCounter, Groups, has_gradients, params_of, version
 from .distributed.dtensors import is_sharded, local
-from .messages import HOW_TO_PASS_THE_LOSS, warn
+from .messages import BEFORE_A_CLOSURE, HOW_TO_PASS_THE_LOSS, warn
 from .options import require
 
 
@@ -244,7 +244,7 @@ class PendingLoss:
         if by_closure and 0 < earlier < count:
             raise RuntimeError(
                 f"{earlier} backward() calls came before the closure, and nobody has cleared their "
-                "gradients: what the closure returned is not the loss of all of them. {BEFORE_A_CLOSURE}"
+                f"gradients: what the closure returned is not the loss of all of them. {BEFORE_A_CLOSURE}"
             )
         if isinstance(loss, Tensor) and loss.requires_grad and not self._warned:
             self._warned = True

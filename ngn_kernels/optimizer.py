@@ -39,7 +39,15 @@ from .options import (
     require,
     usable_lr,
 )
-from .planning.plan import Draft, Plan, draft_plan, home_device, make_plan, misplaced
+from .planning.plan import (
+    Draft,
+    Plan,
+    create_state,
+    draft_plan,
+    home_device,
+    make_plan,
+    misplaced,
+)
 from .planning.rows import Participant
 from .planning.tables import DeviceTables, GroupValues, StepOptions
 from .rules import RULES, Rule, rule_of
@@ -70,6 +78,7 @@ class NGNOptimizer(Optimizer):
         max_grad_norm: clip the norm of all gradients together to this, without touching them.
         decay_form: "paper": lr weight_decay x, which enters the momentum; "adamw": the step size times
             weight_decay x, taken off the parameter beside the momentum as AdamW does.
+        nesterov: Nesterov's momentum, with ``decay_form="adamw"``.
         on_skip: what a skipped step does: "warn", "raise" a ``SkippedStepError``, or "ignore". An
             overflow under AMP, by which a GradScaler finds its scale, is no reason to raise.
         max_skipped_steps: raise after this many skipped steps in a row, whatever ``on_skip`` says.
@@ -92,7 +101,7 @@ class NGNOptimizer(Optimizer):
     _loss_target: float
     _max_grad_norm: float | None
     _decay_form: DecayForm
-    _nesterov = False
+    _nesterov: bool
     _skip_policy: SkipPolicy
     _backend: str
 
@@ -115,6 +124,7 @@ class NGNOptimizer(Optimizer):
         loss_target: float = 0.0,
         max_grad_norm: float | None = None,
         decay_form: DecayForm = "paper",
+        nesterov: bool = False,
         on_skip: OnSkip = "warn",
         max_skipped_steps: int | None = None,
         backend: str = "auto",
@@ -129,8 +139,8 @@ class NGNOptimizer(Optimizer):
         self.loss_floor = loss_floor
         self.loss_target = loss_target
         self.max_grad_norm = max_grad_norm
-        self._own_rule = rule_of(defaults["algorithm"], decay_form)
-        self._decay_form = decay_form
+        self._own_rule = rule_of(defaults["algorithm"], decay_form, nesterov)
+        self._decay_form, self._nesterov = decay_form, nesterov
         self._skip_policy = SkipPolicy(on_skip, max_skipped_steps)
         self.backend = backend
         self._pending = PendingLoss()  # one object, which proxies that copy __dict__ share
@@ -485,7 +495,7 @@ class NGNOptimizer(Optimizer):
     ) -> Plan | None:
         """The plan with the numbers of this step, or None where no step is to be taken."""
         if loss is None and self._only_creates_state():
-            self._make_plan(self._draft(), ALONE)
+            create_state(self._draft(), self.state)
             return None
         if exchange is ALONE:
             if loss is None and has_gradients(self.param_groups):
@@ -751,14 +761,7 @@ class NGNOptimizer(Optimizer):
             for index, (group, place, param) in enumerate(self._all_params())
         ]
         loaded = load(state_dict, self.param_groups, self.defaults, params, self._storage)
-        for name, mine in self._saved_options().items() if loaded.options else ():
-            saved = loaded.options.get(name, NEWER.get(name, mine))
-            if saved != mine:
-                warn(
-                    f"the loaded run had {name}={saved!r}, and this {type(self).__name__} goes on with "
-                    f"{name}={mine!r}: write optimizer.{name} = {saved!r} to keep the former",
-                    UserWarning,
-                )
+        self._warn_of_others(loaded.options)
         self.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
         self._skip_policy.forgive()
         for tables in self._tables.values():
@@ -767,6 +770,22 @@ class NGNOptimizer(Optimizer):
             self._skipped_before += loaded.options["skipped_steps"] - int(self.skipped_steps)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
+
+    def _warn_of_others(self, saved: dict[str, Any]) -> None:
+        """Of saved options that differ, in an order in which they can be assigned."""
+        mine = self._saved_options()
+        theirs = {name: saved.get(name, NEWER.get(name, value)) for name, value in mine.items()}
+        if not saved:
+            return
+        # Nesterov's momentum goes with one form of decay: it ends before that changes, or begins afterwards.
+        for name in mine if theirs["nesterov"] else reversed(mine):
+            if theirs[name] != mine[name]:
+                warn(
+                    f"the loaded run had {name}={theirs[name]!r}, and this {type(self).__name__} goes on "
+                    f"with {name}={mine[name]!r}: write optimizer.{name} = {theirs[name]!r} to keep the "
+                    "former",
+                    UserWarning,
+                )
 
 
 def labelled(param: Tensor, name: str | None, index: int, group: int) -> str:

@@ -608,6 +608,7 @@ class NGNMuon(NGNOptimizer):
             loss_target=loss_target,
             max_grad_norm=max_grad_norm,
             decay_form=decay_form,
+            nesterov=nesterov,
             on_skip=on_skip,
             max_skipped_steps=max_skipped_steps,
             backend=backend,
@@ -617,4 +618,3 @@ class NGNMuon(NGNOptimizer):
             replicas=replicas,
             loss_reduction=loss_reduction,
         )
-        self.nesterov = nesterov

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -104,3 +107,26 @@ def test_what_is_refused() -> None:
         optimizer.nesterov = 1  # type: ignore[assignment]
     with pytest.raises(ValueError, match="nesterov is an option of the whole optimizer"):
         ngn_kernels.NGNMuon([{"params": [p], "nesterov": True}])
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_advice_after_loading_can_be_followed(saved: bool) -> None:
+    """Nesterov's momentum goes with one form of decay alone, so the order matters."""
+    both = {"decay_form": "adamw", "nesterov": True}
+    p = Parameter(torch.ones(2, 3))
+    source = ngn_kernels.NGNMuon([p], **(both if saved else {}))
+    target = ngn_kernels.NGNMuon([p], **({} if saved else both))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        target.load_state_dict(source.state_dict())
+    for one in said:
+        ((name, value),) = re.findall(r"write optimizer\.(\w+) = (\S+) to keep", str(one.message))
+        setattr(target, name, ast.literal_eval(value))
+    assert (target.decay_form, target.nesterov) == (source.decay_form, source.nesterov)
+
+
+def test_groups_may_repeat_it() -> None:
+    """As those of ZeroRedundancyOptimizer do."""
+    group = {"params": [Parameter(torch.ones(2, 3))], "nesterov": True, "decay_form": "adamw"}
+    optimizer = ngn_kernels.NGNMuon([group], decay_form="adamw", nesterov=True)
+    assert optimizer.nesterov and "nesterov" not in optimizer.param_groups[0]

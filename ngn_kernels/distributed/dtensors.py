@@ -103,7 +103,7 @@ def is_split(tensor: Any, stacked: int = 0) -> bool:
     """Whether no rank has all of it, or, where its first dimensions stack tensors, all of any of these."""
     return is_sharded(tensor) and any(
         not placement.is_replicate()
-        and not (placement.is_shard() and placement.dim % tensor.dim() < stacked)
+        and not (hasattr(placement, "dim") and placement.dim % tensor.dim() < stacked)
         and tensor.device_mesh.size(dimension) > 1
         for dimension, placement in enumerate(tensor.placements)
     )

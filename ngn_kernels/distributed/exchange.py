@@ -24,7 +24,7 @@ from ..messages import SkippedStepError
 from ..planning.plan import Plan, copy_to
 from ..planning.tables import GroupValues, array_of, float_type
 from ..planning.transfer import is_capturing
-from ..spectral import Spectral
+from ..spectral import Spectral, work_dtype
 from .dtensors import is_sharded, mesh_replicas
 
 
@@ -179,6 +179,14 @@ class Ranks:
                     items[f"{name} of group {i}"] = float(value)
                 items[f"step_cap of group {i}"] = float(values.step_cap) or None
                 items[f"the directions of group {i}"] = spectral[i]
+            items["the type of matrix products"] = sorted(
+                {
+                    str(work_dtype(how.products, torch.float32, device)).removeprefix("torch.")
+                    for how in spectral
+                    for device in {p.device for p in params}
+                    if how is not None
+                }
+            )
             items[WITH_GRADIENTS] = split
             # Rounding depends on a parameter's place.
             items["the order of the parameters"] = [

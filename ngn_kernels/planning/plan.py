@@ -380,6 +380,15 @@ def misplaced(plan: Plan | None, draft: Draft | None) -> bool:
     )
 
 
+def create_state(draft: Draft, state: dict[Tensor, Any]) -> None:
+    """Create the state that is missing."""
+    with torch.inference_mode(False):
+        for participant in draft.participants:
+            param, rule = participant.param, participant.rule
+            storage = storage_of(rule, draft.storage)
+            init_state(state[param], param, rule, storage, participant.parameter_index)
+
+
 def make_plan(
     draft: Draft,
     groups: list[dict[str, Any]],
@@ -394,12 +403,10 @@ def make_plan(
     Buckets are in the order of their first parameters, those of one device together.
     """
     rows: dict[BucketKey, list[Row]] = {}
+    create_state(draft, state)
     with torch.inference_mode(False):
         for key, participant in zip(draft.keys, draft.participants, strict=True):
-            values = state[participant.param]
-            param, own, index = participant.param, participant.rule, participant.parameter_index
-            init_state(values, param, own, storage_of(own, draft.storage), index)
-            rows.setdefault(key, []).append(Row(participant, values, key))
+            rows.setdefault(key, []).append(Row(participant, state[participant.param], key))
         buckets = {key: Bucket(key, rows[key], draft.backends[key]) for key in rows}
         for bucket in draft.known.buckets if draft.known else ():
             buckets[bucket.key] = bucket.with_rows(rows.get(bucket.key, []))

@@ -59,7 +59,7 @@ def check(seen: list[dict[str, Tensor]], algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-@pytest.mark.parametrize("algorithm", ["NGNMDv1", "NGNM"])
+@pytest.mark.parametrize("algorithm", ["NGNMDv1", "NGNM", "NGNMuon"])
 @pytest.mark.parametrize(("source", "target"), WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
 def test_training_goes_on_elsewhere(
     source: Place,
@@ -80,6 +80,14 @@ def test_zero_redundancy_consolidation(algorithm: str, ranks: Callable[[int], Po
     for going_on, loaded in ranks(2).run(MODULE, "zero_consolidation", algorithm=algorithm):
         assert loaded.contents == going_on.contents
         check(loaded.seen, algorithm)
+
+
+def test_zero_redundancy_echoes_all_options(ranks: Callable[[int], Pool]) -> None:
+    """Into its groups, where they are compared with those of the optimizer that is being built."""
+    options = {**WIDE, "decay_form": "adamw", "nesterov": True, "loss_target": 0.5}
+    task = {"algorithm": "NGNMuon", "options": options}
+    for going_on, loaded in ranks(2).run(MODULE, "zero_consolidation", **task):
+        assert loaded.contents == going_on.contents
 
 
 # Narrow numbers
