@@ -228,6 +228,8 @@ def test_one_spectral_group_is_ngn_in_the_spectral_norm(backend: str, dtype: tor
 
 # Forms, beside the oracle
 
+AHEAD: dict[str, Any] = {"decay_form": "adamw"}
+
 FORMS: dict[str, Callable[[], tuple[Tensor, Any]]] = {
     "matrix": lambda: (torch.zeros(5, 7), True),
     "transposed": lambda: (torch.zeros(7, 5).t(), True),
@@ -303,6 +305,24 @@ def test_rounding(backend: str, dtype: torch.dtype, rounding: str) -> None:
     (column,) = random_columns([[(64, 72), (3, 5)]], dtype)
     optimizer = muon(column, backend, lr=0.02, rounding=rounding, state="bfloat16")
     checked_steps(Pair(NGNMuon, optimizer), 0, 1, 2, loss=0.9)
+
+
+@pytest.mark.dtypes(torch.float32, torch.float16)
+def test_edge_matrices(backend: str, dtype: torch.dtype) -> None:
+    """Very tall, very wide, of rank one, one row, one element; gradients near the end of float16."""
+    shapes = [(700, 2), (3, 500), (6, 5), (1, 9), (1, 1)]
+    (column,) = random_columns([shapes], dtype)
+    vector = Parameter(torch.ones(4, dtype=dtype))
+    groups = [{"params": column}, {"params": [vector], "spectral": False}]
+    pair = Pair(
+        NGNMuon, muon(groups, backend, lr=0.05, nesterov=True, **AHEAD), **AHEAD, nesterov=True
+    )
+    for k in range(4):
+        random_gradients([*column, vector], seed=k)
+        one = torch.outer(torch.linspace(-1, 1, 6), torch.linspace(1, 2, 5) - 0.3 * k)
+        column[2].grad = one.to(dtype)
+        column[0].grad *= 1e4 if k == 2 else 1e-3
+        pair.checked_step(0.9)
 
 
 @pytest.mark.dtypes(torch.float16)

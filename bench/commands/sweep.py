@@ -185,9 +185,10 @@ def _list() -> int:
     for name, build in TASKS.items():
         _print_entry(f"  {name:<28} ", (build.__doc__ or "").splitlines()[0])
     print("  your_file.py:function        A task of your own.\n\nOptimizers:")
+    width = max(map(len, optimizers.OPTIMIZERS))
     for entry in optimizers.OPTIMIZERS.values():
         state = "" if entry.installed() else f"not installed: {entry.install_command}. "
-        _print_entry(f"  {entry.name:<14} {entry.label:<20} ", f"{state}{entry.note}")
+        _print_entry(f"  {entry.name:<{width}} {entry.label:<20} ", f"{state}{entry.note}")
     return 0
 
 
