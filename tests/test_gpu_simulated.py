@@ -35,7 +35,7 @@ from helpers import (
 )
 from pair import Pair
 from ptxsim.traffic import column_bytes
-from steps import check_next_step, train
+from steps import train
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -479,4 +479,5 @@ def test_a_second_step_compiles_nothing(gpu: Any, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(kernel, "run", lambda *a, **k: pytest.fail("bound and looked up again"))
     optimizer.param_groups[0] |= {"lr": 0.123, "step_cap": 0.4, "weight_decay": 0.02}
     optimizer.loss_target, optimizer.loss_floor = 0.7, -0.5
-    check_next_step(NGNMDv1, optimizer, seed=1, loss=7.0)
+    random_gradients(params_of(optimizer), seed=1)
+    Pair(NGNMDv1, optimizer, loss_target=0.7, loss_floor=-0.5).checked_step(7.0)
