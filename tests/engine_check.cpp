@@ -104,9 +104,9 @@ int main(int argc, char** argv) {
   std::vector<int> teams;
   for (int i = 1; i < argc; ++i) teams.push_back(std::atoi(argv[i]));
   if (teams.empty()) teams = {1, 2};
-  for (int flags = 0; flags < 32; ++flags) {
-    const Rule rule = {(flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0,
-                       (flags & 16) != 0};
+  for (int flags = 0; flags < 1 << FLAG_COUNT; ++flags) {
+    const Rule rule = rule_of(flags);
+    if (rule.directed || (rule.nesterov && !rule.adamw_decay)) continue;
     if (rule.regularised && (rule.coordinate || !rule.rms)) continue;
     if (rule.adamw_decay && rule.regularised) continue;
     for (const int threads : teams) {

@@ -64,7 +64,7 @@ def test_timm(timm_optim: None) -> None:
     names = run("timm")
     optimizer = names["optimizer"]
     assert type(optimizer) is NGNMDv1
-    assert optimizer.decay_form == "adamw" and optimizer.loss_target == 0.5
+    assert optimizer.decay_form == "adamw" and optimizer.loss_target == 0.2
     decays = {group["weight_decay"]: len(group["params"]) for group in optimizer.param_groups}
     assert decays == {0.0: 2, 0.05: 2}
     assert names["losses"][-1] < 0.5 * names["losses"][0]
