@@ -13,19 +13,18 @@ python3 csrc/generate_layout.py "$build/layout.h"
 check() {
   target=$1 isa=$2
   shift 2
-  "$RELEASE/python" -m ziglang c++ -target "$target" $flags -DNGN_ISA="$isa" "$@" -fsyntax-only csrc/cpu/engine.cpp
+  "$RELEASE/python" -m ziglang c++ -target "$target" $flags -DNGN_ISA="$isa" "$@" -c csrc/cpu/engine.cpp \
+    -o "$build/engine.o"
+  # MSVC's linker does not get Clang's own library, which has what __builtin_cpu_supports reads.
+  if grep -q __cpu_model "$build/engine.o"; then echo "platforms: engine.cpp needs Clang's library" >&2; exit 1; fi
   echo "platforms: $target $isa compiles"
 }
-# MSVC's linker does not get Clang's own library, which has what __builtin_cpu_supports reads.
-"$RELEASE/python" -m ziglang c++ -target x86_64-windows-gnu $flags -DNGN_ISA=avx2 -mavx2 -mfma \
-  -c csrc/cpu/engine.cpp -o "$build/engine.obj"
-if grep -q __cpu_model "$build/engine.obj"; then echo "platforms: engine.cpp needs Clang's library" >&2; exit 1; fi
 check x86_64-windows-gnu baseline
 check x86_64-windows-gnu avx2 -mavx2 -mfma
 check x86_64-windows-gnu avx512 -mfma -mavx512f -mavx512vl -mavx512bw -mavx512dq -mprefer-vector-width=512
 check aarch64-macos baseline
 for target in x86_64-windows-gnu aarch64-macos; do
-  "$RELEASE/python" -m ziglang c++ -target "$target" $flags -fsyntax-only csrc/cpu/threads.cpp
+  "$RELEASE/python" -m ziglang c++ -target "$target" $flags -c csrc/cpu/threads.cpp -o "$build/threads.o"
 done
 # Where the kernels' launcher is of use, without the image, which nvcc makes.
 touch "$build/no.fatbin"
