@@ -132,6 +132,7 @@ reference: $(RIVALS)/.built
 		--json bench/results/loops.json
 	$(BIN)/python -m ngn_bench ranks --ranks 1,2 --json bench/results/ranks.json
 	$(BIN)/python -m ngn_bench.pages.readme
+	$(BIN)/python -m ngn_bench summary --write
 
 readme: $(BUILT)
 	$(BIN)/python -m ngn_bench.pages.readme

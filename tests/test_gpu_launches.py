@@ -734,6 +734,7 @@ def test_an_old_triton(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], st
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], str]) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("triton.__version__", "3.7.1")
     said = refusal()
     assert "torch sees no CUDA or ROCm device; install a torch build for your GPU" in said
     assert "TRITON_INTERPRET=1" in said
