@@ -30,8 +30,8 @@ TOOLS = (
     "the command"
 )
 # Without build isolation, CMake may be in an environment that is not activated.
-SCRIPTS = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
-ENVIRONMENT = {**os.environ, "PATH": SCRIPTS}
+SEARCHED = [os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")]
+ENVIRONMENT = {**os.environ, "PATH": os.pathsep.join(SEARCHED)}
 CUDA = os.environ.get("NGN_CUDA", "auto")
 CUDA_FIX = (
     " With NGN_CUDA=on it also needs nvcc; CMake's message above says what is missing, and "

@@ -12,13 +12,12 @@ from pathlib import Path
 from . import layout
 
 # pip keeps wheels: the cached one has no extension, either.
-REBUILD = (
-    "pip install --force-reinstall --no-deps --no-cache-dir ngn_kernels (in a clone: pip install "
-    "--force-reinstall --no-deps .)"
-)
-# Wheels of some systems have no CUDA kernels, or need a newer driver.
+REINSTALL = "pip install --force-reinstall --no-deps"
+IN_A_CLONE = f"(in a clone: {REINSTALL} .)"
+REBUILD = f"{REINSTALL} --no-cache-dir ngn_kernels {IN_A_CLONE}"
+# From source: wheels of some systems have no CUDA kernels.
 REBUILD_CUDA = (
-    f"NGN_CUDA=on {REBUILD.replace('ngn_kernels', '--no-binary ngn_kernels ngn_kernels', 1)}"
+    f"NGN_CUDA=on {REINSTALL} --no-cache-dir --no-binary ngn_kernels ngn_kernels {IN_A_CLONE}"
 )
 NAMES = {"_cpu": "the C++ extension", "_cuda": "the module of CUDA kernels"}
 COMPILERS = ("c++", "g++", "clang++", "cl", "clang-cl")

@@ -460,8 +460,8 @@ class NGNOptimizer(Optimizer):
             exchange = self._exchange()
             try:
                 given, value = self._pending.of_step(closure, loss, self.param_groups)
-                if self._skip_policy.is_overdue:
-                    self._skip_policy.raise_overdue()
+                if self._skip_policy.has_error:
+                    self._skip_policy.raise_error()
                 plan = self._prepare(value, exchange, closure is not None)
                 if plan is None or not add_up(plan, exchange, value is not None):
                     return given
@@ -763,7 +763,7 @@ class NGNOptimizer(Optimizer):
         loaded = load(state_dict, self.param_groups, self.defaults, params, self._storage)
         self._warn_of_others(loaded.options)
         self.__setstate__({"state": loaded.state, "param_groups": loaded.groups})
-        self._skip_policy.forgive()
+        self._skip_policy.drop_error()
         for tables in self._tables.values():
             tables.report.end_row_of_skips()
         if "skipped_steps" in loaded.options:
@@ -773,10 +773,10 @@ class NGNOptimizer(Optimizer):
 
     def _warn_of_others(self, saved: dict[str, Any]) -> None:
         """Of saved options that differ, in an order in which they can be assigned."""
-        mine = self._saved_options()
-        theirs = {name: saved.get(name, NEWER.get(name, value)) for name, value in mine.items()}
         if not saved:
             return
+        mine = self._saved_options()
+        theirs = {name: saved.get(name, NEWER.get(name, value)) for name, value in mine.items()}
         # Nesterov's momentum goes with one form of decay: it ends before that changes, or begins afterwards.
         for name in mine if theirs["nesterov"] else reversed(mine):
             if theirs[name] != mine[name]:

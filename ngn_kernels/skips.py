@@ -41,10 +41,10 @@ class SkipPolicy:
             raise ValueError(f"max_skipped_steps={limit!r}: must be None or a positive integer")
         self.on_skip = on_skip
         self.limit = limit
-        self._overdue: SkippedStepError | None = None
+        self._error: SkippedStepError | None = None  # of the last step, raised in the next one
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_overdue": None}
+        return {**self.__dict__, "_error": None}
 
     def check(self, home: torch.device) -> None:
         """Raise if ranks on such devices cannot follow it together.
@@ -60,7 +60,7 @@ class SkipPolicy:
             )
 
     def report(self, name: str, skips: Skips, alone: bool, params: NamedParams) -> None:
-        """Warn or raise; with other ranks all raise together, by `raise_overdue` in the next step."""
+        """Warn or raise; with other ranks all raise together, by `raise_error` in the next step."""
         too_many = self.limit is not None and skips.in_a_row >= self.limit
         raises = too_many or (
             # An overflow under AMP is how a GradScaler finds its scale.
@@ -77,21 +77,21 @@ class SkipPolicy:
         error = SkippedStepError(message)
         if alone:
             raise error
-        self._overdue = error
+        self._error = error
 
     @property
-    def is_overdue(self) -> bool:
-        """Whether the step before this one was to raise."""
-        return self._overdue is not None
+    def has_error(self) -> bool:
+        """Whether the next step is to raise."""
+        return self._error is not None
 
-    def raise_overdue(self) -> NoReturn:
-        error, self._overdue = self._overdue, None
+    def raise_error(self) -> NoReturn:
+        error, self._error = self._error, None
         assert error is not None
         raise error
 
-    def forgive(self) -> None:
-        """Of what was loaded, no step has been skipped."""
-        self._overdue = None
+    def drop_error(self) -> None:
+        """Of steps before another run was loaded."""
+        self._error = None
 
 
 def _described(reason: Reason, alone: bool, params: NamedParams) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,3 +92,21 @@ def test_times_are_projected_from_the_vendors_bandwidth(tmp_path: Path) -> None:
     }
     page = report.page(data, tmp_path / "none.png")
     assert "| w | NGN-MDv1 · cuda | 12.0 ms | 1.20 | 90% | 12.0 ms |" in page
+
+
+@pytest.mark.parametrize(
+    ("properties", "peak"),
+    [
+        ({"memory_clock_rate": 1_215_000, "memory_bus_width": 5120}, 1.555e12),  # A100, 40 GB
+        ({"memory_clock_rate": 2_619_000, "memory_bus_width": 5120}, 3.352e12),  # H100 SXM
+        ({}, None),
+    ],
+)
+def test_the_peak_is_the_devices_own(
+    properties: dict[str, int], peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimpleNamespace(name="NVIDIA something", **properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert report.peak_of(torch.device("cuda")) == (peak and pytest.approx(peak, rel=1e-3))
+    assert report.peak_of(torch.device("cpu")) is None

@@ -127,14 +127,10 @@ def untuned_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
         row = [sweep.title, f"{number(best.mean)}{'' if sure else UNSURE} ({best.lr:g})"]
         for line in lines:
             cell = line.cell(sweep)
-            if cell is None:
-                row.append("–")
-                continue
-            shown[line] += sure
-            good = sure and tuned.good(cell.mean, best.mean, GOAL[tuned.metric])
+            good = sure and cell is not None and _as_good(cell, tuned, best)
+            shown[line] += sure and cell is not None
             within[line] += good
-            text = "diverged" if cell.diverged else number(cell.mean)
-            row.append(f"**{text}**" if good else text)
+            row.append(_score(cell, good))
         rows.append(row)
     counts = (f"{within[ln]} of {shown[ln]}" if shown[ln] else "–" for ln in lines)
     rows.append(["within the goal", "", *counts])
@@ -149,6 +145,18 @@ def untuned_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
     return Table("One setting for all tasks", headings, rows, caption)
 
 
+def _as_good(cell: Cell, tuned: Results, best: Cell) -> bool:
+    """Whether a score is as good as that of Adam at its best step size."""
+    return tuned.good(cell.mean, best.mean, GOAL[tuned.metric])
+
+
+def _score(cell: Cell | None, good: bool) -> str:
+    if cell is None:
+        return "–"
+    text = "diverged" if cell.diverged else number(cell.mean)
+    return f"**{text}**" if good else text
+
+
 def headline_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
     """README's: the tasks on which a tuned Adam is known, shorter, and the decades that two lines hold."""
     rows = []
@@ -161,13 +169,10 @@ def headline_table(kept: Sequence[Kept], lines: Sequence[Line]) -> Table:
         row = [SHORT.get(sweep.folder.name, sweep.title), number(best.mean)]
         for line in lines:
             cell = line.cell(sweep)
-            if cell is None:
-                row.append("–")
-                continue
-            good = tuned.good(cell.mean, best.mean, GOAL[tuned.metric])
-            within[line], shown[line] = within[line] + good, shown[line] + 1
-            text = "diverged" if cell.diverged else number(cell.mean)
-            row.append(f"**{text}**" if good else text)
+            good = cell is not None and _as_good(cell, tuned, best)
+            shown[line] += cell is not None
+            within[line] += good
+            row.append(_score(cell, good))
         rows.append([*row, *(_decades(line.results(sweep), line.name) for line in HELD)])
     counts = (f"{within[ln]} of {shown[ln]}" if shown[ln] else "–" for ln in lines)
     rows.append(["as good", "", *counts, *("" for _ in HELD)])
